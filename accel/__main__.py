@@ -19,7 +19,7 @@ def main() -> int:
 
         return cuda_graphs(arguments[1:], f"{command} cuda-graphs")
     if arguments[:1] != ["store"]:
-        print(f"usage: {command} store {{list,verify,export,import,key,trust,push,pull,prune}} ...", file=sys.stderr)
+        print(f"usage: {command} store {{list,verify,export,import,prune}} ...", file=sys.stderr)
         print(f"       {command} doctor", file=sys.stderr)
         print(f"       {command} cuda-graphs [on|off|ask]", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2

@@ -8,7 +8,6 @@ import re
 import secrets
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,47 +25,19 @@ _PATIENCE = 1.0
 _READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create or replace a file, and create its folder; no reader ever sees part of it. mode: less the umask."""
-    with new_file(path.parent, mode) as (file, unfinished):
-        _finish(file, data)
+def write_whole(path: Path, data: bytes) -> None:
+    """Create or replace a file, and create its folder; no reader ever sees part of it."""
+    with new_file(path.parent) as (file, unfinished):
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # otherwise a power cut may leave the name without the bytes
+        file.close()
         _replace(unfinished, path)
     _sync_names(path.parent)
 
 
-def write_secret(path: Path, data: bytes) -> None:
-    """Create a file for its owner alone, as `write_whole` does; FileExistsError where the name is taken."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Windows has no modes: there a file keeps the rights that it inherited from the folder in which it was made, and
-    # Python (3.10.15, 3.11.10, 3.12.4) lets only the owner into this one.
-    folder = Path(tempfile.mkdtemp(UNFINISHED, dir=path.parent))
-    try:
-        with new_file(folder, 0o600) as (file, unfinished):
-            _finish(file, data)
-            give_name(unfinished, path)
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-    _sync_names(path.parent)
-
-
-def give_name(unfinished: Path, path: Path) -> None:
-    """Give a finished file its name; FileExistsError where that is taken. The unfinished name may remain."""
-    try:
-        os.link(unfinished, path)  # unlike a rename it never replaces a file
-    except FileExistsError:
-        raise
-    except (OSError, AttributeError):  # a file system, or a Python, without hard links
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # an empty file takes the name
-        try:
-            _replace(unfinished, path)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-
 @contextlib.contextmanager
-def new_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[BinaryIO, Path]]:
+def new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """(file, path) of an empty file with a unique name, deleted afterwards unless it was renamed.
 
     Close the file before renaming it: Windows renames no open files.
@@ -75,7 +46,7 @@ def new_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[BinaryIO, Path]]
     path = folder / f"{secrets.token_hex(8)}{UNFINISHED}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(path, flags, mode), "w+b") as file:
+        with open(os.open(path, flags, 0o666), "w+b") as file:
             yield file, path
     finally:
         with contextlib.suppress(OSError):
@@ -112,13 +83,6 @@ def _replace(unfinished: Path, path: Path) -> None:
             if sys.platform != "win32" or time.monotonic() > deadline:
                 raise
         time.sleep(0.02)
-
-
-def _finish(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())  # otherwise a power cut may leave the name without the bytes
-    file.close()
 
 
 def _sync_names(folder: Path) -> None:

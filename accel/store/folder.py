@@ -1,59 +1,41 @@
-"""Where the store's files are: the protocol, and a folder on a local or shared disk."""
+"""The store's folder, on a local or a shared disk."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
-from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, new_file, opened, write_whole
+from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, opened, write_whole
+
+LEFTOVER = 3600.0
+"""Seconds after which an unfinished file counts as abandoned.
+
+A file dated further ahead than this was written by a clock that has been set right since.
+"""
+
+_SAVED = re.compile(r"[0-9a-f]+-[0-9a-f]+\.(graph|json|bin)")
+"""Names of saved graphs; the last two are an earlier version's. A folder named by mistake may hold other JSON."""
 
 
 class File(NamedTuple):
-    """A file's name, size in bytes, and last use in seconds since 1970 by the folder's clock.
-
-    Where a folder cannot date a file that is read, its last use is when it was written.
-    """
+    """A file's name, size in bytes, and last use in seconds since 1970."""
 
     name: str
     size: int
     used: float
 
 
-class Folder(Protocol):
-    """Files by name. Every method raises OSError if the disk or the network fails.
+class Folder:
+    """Files by name, in a folder that is created by the first write. Uses no locks, so it may be on NFS.
 
-    Others may write to the folder: whatever they put there must not make a method hang or fill the memory.
-    """
-
-    def files(self, prefix: str = "") -> Iterator[File]:
-        """All finished files whose names begin with `prefix`; none if there is no folder. Changes nothing."""
-
-    def unfinished(self) -> Iterator[File]:
-        """All files that a process is writing, or was writing when it died."""
-
-    def read(self, name: str, largest: int) -> bytes:
-        """The file's bytes. Raises FileNotFoundError; OSError if it has more than `largest` bytes."""
-
-    def write(self, name: str, data: bytes) -> None:
-        """Create or replace a file; no reader ever sees part of it."""
-
-    def remove(self, name: str) -> None:
-        """Delete the file, if it is there."""
-
-    def touch(self, name: str) -> None:
-        """Date the file now, if the folder can."""
-
-    def now(self) -> float:
-        """The time on the clock that dates the files, which may be another machine's. Writes a file to find out."""
-
-
-class LocalFolder:
-    """A folder of the file system, created by the first write. Uses no locks, so it may be on NFS.
-
-    A file is written under a unique name, then renamed: until then readers find the old file or none.
+    A file is written under a unique name, then renamed: until then readers find the old file or none. Every method
+    raises OSError if the disk or the network fails.
     """
 
     def __init__(self, path: Path):
@@ -63,30 +45,50 @@ class LocalFolder:
         return str(self.path)
 
     def files(self, prefix: str = "") -> Iterator[File]:
+        """All finished files whose names begin with `prefix`; none if there is no folder. Changes nothing."""
         return self._scan(lambda name: name.startswith(prefix) and not name.endswith(UNFINISHED))
 
-    def unfinished(self) -> Iterator[File]:
-        return self._scan(lambda name: UNFINISHED_NAME.fullmatch(name) is not None)
-
-    def read(self, name: str, largest: int) -> bytes:
-        with opened(self.path / name) as (file, status):
-            if status.st_size > largest:
-                raise OSError(f"{name} has {status.st_size} bytes, more than {largest}")
-            return file.read(status.st_size)
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """The file, open for reading. Raises FileNotFoundError; OSError also for a link, a pipe and the like."""
+        with opened(self.path / name) as (file, _):
+            yield file
 
     def write(self, name: str, data: bytes) -> None:
+        """Create or replace a file; no reader ever sees part of it."""
         write_whole(self.path / name, data)
 
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+    def remove(self, name: str) -> bool:
+        """Delete the file, if it is there; whether it is gone, which it is not where somebody keeps it open."""
+        with contextlib.suppress(OSError):
+            (self.path / name).unlink(missing_ok=True)
+            return True
+        return False
 
     def touch(self, name: str) -> None:
+        """Date the file now."""
         # Without a time argument the file server's clock counts. Windows cannot date a link itself.
         os.utime(self.path / name, follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
-    def now(self) -> float:
-        with new_file(self.path) as (file, _):
-            return os.fstat(file.fileno()).st_mtime
+    def prune(self, max_bytes: int) -> int:
+        """Delete the least recently used graphs until the rest fits; the number deleted.
+
+        Also deletes what killed processes left behind. Other programs' files stay, and what cannot be deleted.
+        """
+        now = time.time()
+        for file in self._scan(lambda name: UNFINISHED_NAME.fullmatch(name) is not None):
+            if abs(now - file.used) > LEFTOVER:  # another process may be about to finish the others
+                self.remove(file.name)
+        saved = [file for file in self.files() if _SAVED.fullmatch(file.name)]
+        left, deleted = sum(file.size for file in saved), 0
+        # What is dated in the future goes first: were it used at all, loading it would have dated it anew.
+        for file in sorted(saved, key=lambda file: (file.used <= now + LEFTOVER, file.used)):
+            if left <= max_bytes:
+                break
+            if self.remove(file.name):
+                left -= file.size
+                deleted += 1
+        return deleted
 
     def _scan(self, matches: Callable[[str], bool]) -> Iterator[File]:
         try:

@@ -7,8 +7,6 @@ reason is counted, and logged where somebody could fix it.
 from __future__ import annotations
 
 import contextlib
-import functools
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +27,7 @@ from . import key as store_key
 from . import location, manifest
 from .folder import Folder
 from .key import NotPortable
-from .manifest import MANIFEST, BadEntry, Manifest
-from .prune import prune
-from .signing import NoSecret, Seals, seals
+from .manifest import GRAPH, BadEntry, Manifest
 
 if TYPE_CHECKING:
     from ..fingerprint.kinds import GraphKey
@@ -44,17 +40,14 @@ _PRUNE_EVERY = 16
 _MOST_REASONS = 256
 """Kept for the report; a message may contain a name that is different each time."""
 
-_MOST_ALIKE = 4
-"""Graphs kept of one key for one environment, and opened for one call: each may take a second."""
-
-_MOST_MANIFESTS = 64
-"""Manifests of one key read for one call: whoever can write the folder can put any number there."""
+_MOST_OPENED = 4
+"""Graphs opened for one call: each may take a second."""
 
 
 def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
     """Give the process' shared cache its store, once; any other cache keeps what it has. Touches no disk.
 
-    find_home: gives the folder for the secret and the graphs, which may not exist yet; None where there is none.
+    find_home: gives the folder for settings and graphs, which may not exist yet; None where there is none.
     """
     if cache is not shared or cache.store is not None:
         return
@@ -65,28 +58,24 @@ def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
         log.warning("Compiled graphs are not saved: %s", error)
         return
     if folder is not None:
-        cache.store = GraphStore(folder, location.secret(home), lambda: location.max_bytes(home))
+        cache.store = GraphStore(folder, lambda: location.max_bytes(home))
 
 
 class GraphStore:
     """Saved graphs of one folder. Nothing is read or written before the first look at `candidates` or `save`.
 
-    folder: of the files. secret: the file with this installation's secret.
+    folder: of the files. Loading one runs its code, so whoever can write to the folder is trusted.
     max_bytes: gives what the folder may hold; the least recently used graphs are evicted. 0 saves nothing.
     """
 
-    def __init__(
-        self, folder: Folder, secret: Path | None, max_bytes: Callable[[], int] = lambda: DEFAULT_STORE_MB << 20
-    ):
+    def __init__(self, folder: Folder, max_bytes: Callable[[], int] = lambda: DEFAULT_STORE_MB << 20):
         self._folder = folder
-        self._secret = secret
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._lookups = 0
         self._loaded = 0
         self._saved = 0
-        self._loading = CircuitBreaker()
-        self._saving = CircuitBreaker()
+        self._breaker = CircuitBreaker()
         self._distrusted: set[str] = set()
         self._own: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
@@ -106,11 +95,11 @@ class GraphStore:
         name: of the kind, for the report. devices: of the call's tensors. values: those of the call
         (`tree_spec.without_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
         """
-        if key.backend != "inductor" or self._loading.is_open:
+        if key.backend != "inductor" or self._breaker.is_open:
             return
         with self._lock:
             self._lookups += 1
-        with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
+        with self._failing_open(name, "the store cannot be read", interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
             yield from self._candidates(digest, here, name, interrupts)
 
@@ -118,7 +107,7 @@ class GraphStore:
         opened, failed = 0, False
         why = BadEntry(NOTHING_SAVED)
         for stem in self._stems(digest):
-            if opened >= _MOST_ALIKE or self._loading.is_open:
+            if opened >= _MOST_OPENED or self._breaker.is_open:
                 break
             if stem in self._distrusted:
                 why = BadEntry("what was saved of it failed in this process")
@@ -136,11 +125,11 @@ class GraphStore:
                 opened += saved.is_read
                 failed, why = failed or saved.has_failed_disk, saved.why
         if not failed:
-            self._loading.record_success()
+            self._breaker.record_success()
         self._note(name, str(why), why.level)
 
     def _unreadable(self, error: OSError) -> BadEntry:
-        self._loading.record_failure()
+        self._breaker.record_failure()
         return BadEntry(f"it cannot be read: {error}", logging.WARNING)
 
     def save(
@@ -157,16 +146,15 @@ class GraphStore:
         ends right after its first image has lost nothing.
         """
         save, graph.save = graph.save, None  # it references all that was needed for compiling
-        if save is None or self._saving.is_open:
+        if save is None or self._breaker.is_open:
             return False
-        with self._failing_open(name, "not saved", self._saving, interrupts):
+        with self._failing_open(name, "not saved", interrupts):
             if not self._max_bytes():
                 return False
             digest, here = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
             data = save()
             made = manifest.describe(digest, name, here, asdict(graph.facts), data)
-            self._make_room(digest, here)
-            manifest.write(self._folder, self._seals, made, data)
+            manifest.write(self._folder, made, data)
             graph.saved_as = made.stem
             self._note_saved(made.stem)
             return True
@@ -174,12 +162,11 @@ class GraphStore:
 
     def save_facts(self, graph: CompiledGraph, name: str, interrupts: tuple[type[BaseException], ...] = ()) -> None:
         """Save what is known of a saved graph by now, which was found out after it was compiled."""
-        if graph.saved_as is None or graph.saved_as in self._distrusted or self._saving.is_open:
+        if graph.saved_as is None or graph.saved_as in self._distrusted or self._breaker.is_open:
             return
-        with self._failing_open(name, "not saved", self._saving, interrupts):
-            found, seal = manifest.read(self._folder, graph.saved_as)
-            manifest.check_seal(self._seals, found, seal)
-            manifest.write(self._folder, self._seals, replace(found, facts=asdict(graph.facts)))
+        with self._failing_open(name, "not saved", interrupts):
+            found, data = manifest.read_graph(self._folder, graph.saved_as)
+            manifest.write(self._folder, replace(found, facts=asdict(graph.facts)), data)
 
     def distrust(self, stem: str) -> bool:
         """Stop loading this graph in this process, since it failed; whether compiling anew may do better.
@@ -191,7 +178,7 @@ class GraphStore:
             self._distrusted.add(stem)
             is_own = stem in self._own
         if is_own:
-            manifest.remove(self._folder, stem)
+            self._folder.remove(stem + GRAPH)
         return not is_own
 
     def statistics(self) -> dict[str, Any]:
@@ -205,9 +192,7 @@ class GraphStore:
             return {"folder": str(self._folder), **counts, "misses": misses}
 
     @contextlib.contextmanager
-    def _failing_open(
-        self, name: str, failed: str, breaker: CircuitBreaker, interrupts: tuple[type[BaseException], ...]
-    ) -> Iterator[None]:
+    def _failing_open(self, name: str, failed: str, interrupts: tuple[type[BaseException], ...]) -> Iterator[None]:
         """Note why the work inside failed, in place of raising it. failed: what to say before the error."""
         try:
             yield
@@ -215,60 +200,44 @@ class GraphStore:
             pass_on(error, interrupts)
             if isinstance(error, (NotPortable, NotSavable)):
                 self._note(name, f"not kept: {error}")
-            elif isinstance(error, (OSError, NoSecret, BadEntry)):
-                breaker.record_failure()
+            elif isinstance(error, (OSError, BadEntry)):
+                self._breaker.record_failure()
                 self._note(name, f"{failed}: {error}", logging.WARNING)
             else:  # any version of torch may have changed something of what the environment asks it
                 self._note(name, f"{failed}: {type(error).__name__}: {error}", logging.WARNING)
 
     def _stems(self, digest: str) -> Iterator[str]:
-        """The entries of a key, most recently used first."""
-        found = [file for file in self._folder.files(digest) if file.name.endswith(MANIFEST)]
-        for file in heapq.nlargest(_MOST_MANIFESTS, found, key=lambda file: file.used):
-            yield file.name.removesuffix(MANIFEST)
+        """The names of a key's graphs, most recently used first."""
+        found = [file for file in self._folder.files(digest) if file.name.endswith(GRAPH)]
+        for file in sorted(found, key=lambda file: -file.used):
+            yield file.name.removesuffix(GRAPH)
 
     def _manifest(self, stem: str, here: dict[str, str]) -> Manifest:
-        """An entry's manifest, sealed with our secret and valid in this environment; raises BadEntry otherwise."""
-        found, seal = manifest.read(self._folder, stem)
-        manifest.check_seal(self._seals, found, seal)
+        """A graph's manifest, which is valid in this environment; raises BadEntry otherwise."""
+        found = manifest.read(self._folder, stem)
         other = store_key.difference(here, found.environment)
         if other is not None:
             raise BadEntry(other)
         return found
 
-    def _make_room(self, digest: str, here: dict[str, str]) -> None:
-        """Delete a key's graphs for this environment that one more would keep from ever being looked at."""
-        stems = list(self._stems(digest))
-        alike = []
-        for stem in stems if len(stems) >= _MOST_ALIKE else ():
-            with contextlib.suppress(BadEntry):
-                self._manifest(stem, here)
-                alike.append(stem)
-        for stem in alike[_MOST_ALIKE - 1 :]:
-            manifest.remove(self._folder, stem)
-
     def _note_loaded(self, stem: str) -> None:
         with self._lock:
             self._loaded += 1
-        self._loading.record_success()
+        self._breaker.record_success()
         with contextlib.suppress(OSError):  # a read-only folder serves all the same
-            self._folder.touch(stem + MANIFEST)
+            self._folder.touch(stem + GRAPH)
 
     def _note_saved(self, stem: str) -> None:
         with self._lock:
             self._saved += 1
             self._own.add(stem)
             is_due = self._saved % _PRUNE_EVERY == 1
-        self._saving.record_success()
+        self._breaker.record_success()
         if is_due:
             try:
-                prune(self._folder, self._max_bytes())
+                self._folder.prune(self._max_bytes())
             except OSError as error:
                 log.warning("saved graphs: the folder cannot be looked through: %s", error)
-
-    @functools.cached_property
-    def _seals(self) -> Seals:
-        return seals(self._secret)
 
     def _note(self, name: str, reason: str, level: int = logging.DEBUG) -> None:
         """Count a miss, and log the first of each reason."""
@@ -296,8 +265,8 @@ class Saved:
         self._store, self._found, self._interrupts = store, found, interrupts
 
     def read(self) -> bytes:
-        """The bytes of its code, which this installation sealed."""
-        data = manifest.read_data(self._store._folder, self._found)
+        """The bytes of its code."""
+        _, data = manifest.read_graph(self._store._folder, self._found.stem)
         self.is_read = True
         return data
 

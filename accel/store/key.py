@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
-import re
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -30,8 +29,6 @@ _PASSES = (
     "post_grad_custom_post_pass _pre_fusion_custom_pass _post_fusion_custom_pass"
 ).split()
 """Settings of inductor that take custom code."""
-
-_THREADS = re.compile(r" \d+ threads")
 
 
 class NotPortable(Exception):
@@ -78,33 +75,11 @@ def environment(devices: Iterable[torch.device]) -> dict[str, str]:
     }
 
 
-def difference(here: dict[str, str], there: object) -> str | None:
+def difference(here: dict[str, str], there: dict[str, str]) -> str | None:
     """The first difference between two environments, in words; None if they are equal."""
-    if not isinstance(there, dict):
-        return "it does not say where it was made"
     for name in sorted({*here, *there}, key=lambda name: (name != "torch", name)):
         if here.get(name) != there.get(name):
             return f"saved with another {name} ({there.get(name)}; here it is {here.get(name)})"
-    return None
-
-
-def misfit(environment: dict[str, str]) -> str | None:
-    """Why no program on this machine can use graphs for an environment, in words; None if one might.
-
-    Whether one can depends on its settings of torch and number of threads as well. Raises NotPortable.
-    """
-    here = _software()
-    reason = difference(here, {name: environment.get(name) for name in here})
-    if reason is not None:
-        return reason
-    devices = [_device("cpu", None)]
-    if torch.cuda.is_available():
-        devices += [_device("cuda", index) for index in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        devices.append(_device("mps", 0))
-    of_two = [", ".join(sorted((devices[0], other))) for other in devices[1:]]
-    if _THREADS.sub("", environment.get("device", "")) not in {_THREADS.sub("", one) for one in [*devices, *of_two]}:
-        return f"saved for another device ({environment.get('device')}; here there is {', '.join(devices)})"
     return None
 
 

@@ -10,11 +10,10 @@ import functools
 import os
 import sys
 from pathlib import Path
-from urllib.request import url2pathname
 
 from ..core import settings
 from ..core.events import log
-from .folder import Folder, LocalFolder
+from .folder import Folder
 
 VARIABLE = "ACCEL_STORE"
 LIMIT_VARIABLE = "ACCEL_STORE_MB"
@@ -27,13 +26,17 @@ PERSONAL_NAME = "comfy-accel"
 def folder(home: Path | None) -> Folder | None:
     """The folder that ACCEL_STORE names, else `graphs` in the home; None if nothing is to be saved. Touches no disk.
 
-    ACCEL_STORE: a folder, an address such as s3://bucket/graphs (needs the package fsspec), or "off".
+    ACCEL_STORE: a folder, which several machines may share, or "off". Whoever can write to it can run code here.
+
+    Raises OSError: it is no folder's name.
     """
     if is_off():
         return None
     if named := _named():
-        return at(named)
-    return LocalFolder(home / "graphs") if home is not None else None
+        if "://" in named:
+            raise OSError(f"{VARIABLE} is {named}, and only a folder can be used")
+        return Folder(Path(os.path.expanduser(named)))
+    return Folder(home / "graphs") if home is not None else None
 
 
 def is_off() -> bool:
@@ -43,25 +46,6 @@ def is_off() -> bool:
 
 def _named() -> str:
     return os.environ.get(VARIABLE, "").strip().strip('"')  # Windows' `set` keeps the quotes
-
-
-def at(named: str) -> Folder:
-    """The folder at a path or an address. Touches no disk."""
-    if named.startswith("file://"):  # fsspec would show half-written files
-        return LocalFolder(Path(url2pathname(named.removeprefix("file://").removeprefix("localhost"))))
-    if "://" in named:
-        from .remote import RemoteFolder
-
-        return RemoteFolder(named)
-    return LocalFolder(Path(os.path.expanduser(named)))
-
-
-def secret(home: Path | None) -> Path | None:
-    """The file with this installation's secret, which stays in the home wherever the graphs are.
-
-    Otherwise a shared folder could bring its own secret.
-    """
-    return None if home is None else home / "secret"
 
 
 def max_bytes(home: Path | None) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
-STORE_KEY = "a measurement's own, worth nothing"
 
 
 class Counts(NamedTuple):
@@ -97,7 +96,7 @@ def empty_inductor_cache() -> Iterator[None]:
 @contextmanager
 def compiling_into(folder: Path) -> Iterator[None]:
     """While it lasts, inductor and triton keep their files in `folder`, and look nowhere else."""
-    changed = _places(folder)
+    changed = fresh_folders(folder)
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
@@ -110,10 +109,6 @@ def compiling_into(folder: Path) -> Iterator[None]:
 
 
 def fresh_folders(folder: Path) -> dict[str, str]:
-    """Environment of a process that keeps what it compiles in `folder` alone, and signs its graphs with a known key."""
-    return {**_places(folder), "ACCEL_STORE_KEY": STORE_KEY}
-
-
-def _places(folder: Path) -> dict[str, str]:
+    """Environment of a process that keeps what it compiles in `folder` alone."""
     # Inductor gives triton a folder once for a process, where none is named.
     return {CACHE_DIR: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}

@@ -20,7 +20,7 @@ from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.home import running_home
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
-from comfy_accel.accel.store import location, signing
+from comfy_accel.accel.store import location
 from comfy_accel.accel.store.graph_store import attach
 from kit import tiny_models
 from kit.asked_keys import asked_keys
@@ -150,8 +150,7 @@ def newcomer(tmp_path_factory):
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """The process' own cache with a store under a user folder of the test's own."""
-    for name in (signing.KEY_VARIABLE, location.VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(location.VARIABLE, raising=False)
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
     monkeypatch.setattr(shared, "store", None)
     return tmp_path / "user" / "__accel"

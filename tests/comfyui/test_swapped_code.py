@@ -740,7 +740,7 @@ def test_saved_graph_runs_only_with_the_code_that_it_was_compiled_from(begins, t
     def run(swap):
         """As in a new process; how many graphs were loaded."""
         own = GraphCache()
-        own.store = GraphStore(location.at(str(tmp_path / "graphs")), location.secret(tmp_path))
+        own.store = GraphStore(location.folder(tmp_path))
         with ExitStack() as stack:
             changed = stack.enter_context(place(model, swap))[0] if swap else model
             expected = image(changed)

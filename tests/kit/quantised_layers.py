@@ -17,7 +17,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 
 from kit.tiny_models import randomize
@@ -102,5 +102,5 @@ def both_ways(
 def saving(folder: Path) -> GraphCache:
     """A cache that saves its graphs in the folder."""
     cache = GraphCache()
-    cache.store = GraphStore(LocalFolder(folder / "graphs"), folder / "secret")
+    cache.store = GraphStore(Folder(folder / "graphs"))
     return cache

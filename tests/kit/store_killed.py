@@ -10,20 +10,18 @@ from dev.tools import pack  # noqa: E402
 
 pack.load()
 from comfy_accel.accel.store import manifest as store_entry  # noqa: E402
-from comfy_accel.accel.store import prune, signing  # noqa: E402
-from comfy_accel.accel.store.folder import LocalFolder  # noqa: E402
+from comfy_accel.accel.store.folder import Folder  # noqa: E402
 
 
 def main(home: Path) -> None:
-    folder = LocalFolder(home / "graphs")
+    folder = Folder(home / "graphs")
     print("ready", flush=True)
-    seals = signing.seals(home / "secret")
     number = 0
     while True:
         data = os.urandom(200_000)
         manifest = store_entry.describe(f"{number % 8:024x}", "Block", {}, {}, data)
-        store_entry.write(folder, seals, manifest, data)
-        prune.prune(folder, 3_000_000)
+        store_entry.write(folder, manifest, data)
+        folder.prune(3_000_000)
         number += 1
 
 

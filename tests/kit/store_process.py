@@ -109,7 +109,7 @@ def real(home):
 
     store = None
     if os.environ.get("ACCEL_STORE") != "off":
-        store = GraphStore(location.folder(home), location.secret(home))
+        store = GraphStore(location.folder(home))
     answer = run(Block, 8, store)
     say({**answer, "inductor": dict(counters["inductor"]), "autograd": dict(counters["aot_autograd"])})
 
@@ -143,7 +143,7 @@ def kills(home):
 
     What is said then is what a new store, as at a start, gave for each of the graphs.
     """
-    gathering = Gathering(None, None)
+    gathering = Gathering(None)
     for width in KILLED_WIDTHS:
         run(partial(CheapBlock, width), width, gathering)
     print("ready", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
 from comfy_accel.accel.hosts.comfyui import store_cli as cli
-from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 
 CPU = [torch.device("cpu")]
@@ -22,7 +21,7 @@ def key(name="a"):
 
 
 def store(path, **options):
-    return GraphStore(LocalFolder(path / "graphs"), path / "secret", **options)
+    return GraphStore(Folder(path / "graphs"), **options)
 
 
 def graph(data=b"code"):
@@ -58,15 +57,6 @@ def reasons(store):
 def run_command(home, *arguments):
     """`python -m accel store` for a home; its exit code."""
     return cli.main(["--home", str(home), *map(str, arguments)])
-
-
-def without_links(monkeypatch):
-    """As on FAT: a file has one name."""
-
-    def link(*paths):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", link)
 
 
 def as_on_windows(monkeypatch, module):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from comfy_accel.accel.store import manifest as store_entry
-from comfy_accel.accel.store import signing
-from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.folder import Folder
 from kit.stores import load, reasons, save, store
 
 HERE = Path(__file__).resolve().parent.parent / "kit"
@@ -49,16 +48,10 @@ def ask(processes, *lines):
 
 
 def check_every_entry(folder):
-    """The entries' manifests, by name, all of them whole; none stands for bytes that are not there."""
-    files = LocalFolder(folder / "graphs")
-    seals = signing.seals(folder / "secret")
-    manifests = {}
-    for name in [file.name for file in files.files() if file.name.endswith(".json")]:
-        manifest, seal = store_entry.read(files, name.removesuffix(store_entry.MANIFEST))
-        store_entry.check_seal(seals, manifest, seal)
-        store_entry.read_data(files, manifest)
-        manifests[manifest.stem] = manifest
-    return manifests
+    """The graphs' manifests, by name, all of them whole."""
+    files = Folder(folder / "graphs")
+    stems = [file.name.removesuffix(store_entry.GRAPH) for file in files.files()]
+    return {stem: store_entry.read_graph(files, stem)[0] for stem in stems}
 
 
 def test_process_killed_while_it_saves_leaves_a_store_that_works(tmp_path):

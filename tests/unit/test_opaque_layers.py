@@ -9,7 +9,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 from kit.blocks import model_of, reasons
 from torch import nn
@@ -201,7 +201,7 @@ def test_block_that_reads_such_a_weight_itself_runs_uncompiled_with_a_reason():
 def test_saved_graph_calls_the_layers_of_another_model(tmp_path):
     caches = [GraphCache(), GraphCache()]
     for seed, cache in enumerate(caches):
-        cache.store = GraphStore(LocalFolder(tmp_path / "graphs"), tmp_path / "secret")
+        cache.store = GraphStore(Folder(tmp_path / "graphs"))
         eager, compiled = both_ways(model_of(Block(seed), Block(seed + 9)), cache, X[: 2 - seed], "inductor")
         torch.testing.assert_close(compiled, eager)
     assert reasons() == []

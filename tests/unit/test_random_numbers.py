@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 from kit.blocks import Block, runner
 
@@ -65,7 +65,7 @@ def test_a_compiled_block_draws_what_the_block_draws_and_nothing_more(draws, way
     for _ in range(1 + (way == "loaded")):
         torch._dynamo.reset()
         cache = GraphCache()
-        cache.store = GraphStore(LocalFolder(tmp_path / "graphs"), tmp_path / "secret") if way == "loaded" else None
+        cache.store = GraphStore(Folder(tmp_path / "graphs")) if way == "loaded" else None
         stand_in = runner(block, cache, **WAYS[way])
         for _ in range(2):  # graphs are new in the first
             found = images(block, stand_in)

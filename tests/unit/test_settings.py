@@ -12,7 +12,6 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
 from comfy_accel.accel.hosts.comfyui import cuda_graphs as cuda_graphs_choice
-from comfy_accel.accel.hosts.comfyui.home import Home
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.signature.tensors import TensorSpec
 
@@ -174,7 +173,7 @@ def test_cuda_graphs_are_turned_on_by_a_command_in_the_folder_that_comfyui_reads
 
 
 def test_a_command_about_cuda_graphs_writes_where_nothing_would_read_it_never(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cuda_graphs_choice, "find", lambda *_: Home(tmp_path / "comfy-accel", given=False))
+    monkeypatch.setattr(cuda_graphs_choice, "find", lambda *_: tmp_path / "comfy-accel")
     assert cuda_graphs("on") == 1
     monkeypatch.undo()
     assert cuda_graphs("on", "--user-directory", str(tmp_path / "none")) == 1

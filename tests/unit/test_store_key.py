@@ -90,6 +90,19 @@ def test_device_without_a_name_is_told_by_its_system():
     assert platform.platform() in store_key._device("mps", 0)
 
 
+def test_cards_of_one_kind_are_told_apart_by_their_place(monkeypatch):
+    """Simulated: a machine with two cards. The generated code names the card that it runs on."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    store_key._accelerator.cache_clear()
+    try:
+        first, second = (store_key.environment([torch.device("cuda", index)]) for index in (0, 1))
+    finally:
+        store_key._accelerator.cache_clear()
+    assert store_key.difference(first, second).startswith("saved with another device")
+
+
 def test_amds_cards_of_one_name_are_told_apart_by_their_instruction_sets(monkeypatch):
     """Simulated: a torch for ROCm."""
     monkeypatch.setattr(torch.version, "hip", "6.4.1")

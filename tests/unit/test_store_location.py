@@ -12,28 +12,42 @@ from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.hosts.comfyui import home as comfyui_home
 from comfy_accel.accel.hosts.comfyui import store_cli as cli
-from comfy_accel.accel.store import graph_store, location, signing
+from comfy_accel.accel.store import graph_store, location
 from comfy_accel.accel.store.graph_store import GraphStore
 from kit.stores import load, reasons, run_command, save, store
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = "a key of sixteen letters"
 
 
 def server(home):
     """A store as ComfyUI has it."""
-    return GraphStore(location.folder(home), location.secret(home), lambda: location.max_bytes(home))
+    return GraphStore(location.folder(home), lambda: location.max_bytes(home))
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("off", None), ("OFF", None), ("", "graphs"), ("/x/y", "/x/y"), ('"/x/y"', "/x/y"), ("file:///x/%79", "/x/y")],
+    [("off", None), ("OFF", None), ("", "graphs"), ("/x/y", "/x/y"), ('"/x/y"', "/x/y")],
 )
 def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypatch, value, expected):
     monkeypatch.setenv(location.VARIABLE, value)
     folder = location.folder(tmp_path)
     assert folder is None if expected is None else str(folder).endswith(expected)
-    assert location.secret(tmp_path) == tmp_path / "secret"
+
+
+def test_address_is_no_folder(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.setenv(location.VARIABLE, "s3://bucket/graphs")
+    cache = GraphCache()
+    monkeypatch.setattr(graph_store, "shared", cache)
+    graph_store.attach(cache, lambda: tmp_path)
+    assert cache.store is None and "only a folder can be used" in caplog.text
+    assert cli.main(["list"]) == 1 and "only a folder can be used" in capsys.readouterr().err
+
+
+def test_machines_with_one_folder_load_what_the_others_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv(location.VARIABLE, str(tmp_path / "shared"))
+    assert save(server(tmp_path / "first"))
+    assert load(server(tmp_path / "second"))[0] == b"code"
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
 
 
 def test_looking_for_the_folder_touches_no_disk(tmp_path):
@@ -51,7 +65,7 @@ def test_looking_for_the_folder_touches_no_disk(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["variable", "link"])
-def test_graphs_moved_by_hand_are_used_and_the_secret_stays(tmp_path, monkeypatch, how):
+def test_graphs_moved_by_hand_are_used(tmp_path, monkeypatch, how):
     home, other = tmp_path / "home", tmp_path / "other disk" / "graphs"
     assert save(server(home), "a") and save(server(home), "b")
     other.parent.mkdir()
@@ -61,8 +75,8 @@ def test_graphs_moved_by_hand_are_used_and_the_secret_stays(tmp_path, monkeypatc
     else:
         monkeypatch.setenv(location.VARIABLE, str(other))
     assert load(server(home), "a") is not None and save(server(home), "c")
-    assert len(list(other.glob("*.json"))) == 3
-    assert {file.name for file in home.iterdir()} == {"secret", *(["graphs"] if how == "link" else [])}
+    assert len(list(other.iterdir())) == 3
+    assert [file.name for file in home.iterdir()] == ["graphs"] * (how == "link")
     assert run_command(home, "verify") == 0
 
 
@@ -117,29 +131,13 @@ def test_options_name_the_home_before_and_after_the_command(tmp_path, capsys, op
     save(store(tmp_path / home))
     for order in ([option, str(tmp_path), "verify"], ["verify", option, str(tmp_path)]):
         assert cli.main(order) == 0
-        told = capsys.readouterr().out
-        assert "1 graph sound" in told and str(tmp_path / home / "secret") in told
+        assert "1 graph sound" in capsys.readouterr().out
 
 
 def test_user_directory_is_stronger_than_the_base_as_in_comfyui(tmp_path, capsys):
     arguments = ["--user-directory", str(tmp_path / "user"), "--base-directory", str(tmp_path / "base")]
     assert cli.main(["list", *arguments]) == 0
     assert str(tmp_path / "user" / "__accel" / "graphs") in capsys.readouterr().out
-
-
-def test_nothing_is_sealed_with_a_secret_that_comfyui_does_not_know(tmp_path, monkeypatch, capsys):
-    save(store(tmp_path / "builder"))
-    bundle = tmp_path / "bundle"
-    run_command(tmp_path / "builder", "export", bundle)
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    monkeypatch.setenv(location.VARIABLE, str(tmp_path / "shared"))
-    assert cli.main(["import", "--trust", str(bundle)]) == 1
-    assert "ACCEL_STORE_KEY" in capsys.readouterr().err
-    assert not (tmp_path / "shared").exists() and not (tmp_path / "me").exists()
-    monkeypatch.setenv(signing.KEY_VARIABLE, KEY)
-    assert cli.main(["import", "--trust", str(bundle)]) == 0
-    assert "Sealed with the key in ACCEL_STORE_KEY." in capsys.readouterr().out
-    assert load(server(tmp_path / "any worker")) is not None
 
 
 @pytest.fixture
@@ -173,14 +171,9 @@ def test_command_in_the_packs_folder_finds_its_comfyui(tmp_path, comfyui, linked
     save(store(tmp_path / "builder"))
     run_command(tmp_path / "builder", "export", tmp_path / "bundle")
 
-    code, _, said = command(pack, "import", tmp_path / "bundle", "--trust")
-    assert code == 1 and "--user-directory" in said  # ComfyUI may have been started with another user folder
-    assert not home.exists()
-    code, told, _ = command(pack, "import", tmp_path / "bundle", "--trust", "--user-directory", folder / "user")
-    assert code == 0 and str(home / "secret") in told
-    assert load(server(home)) is not None
     code, told, _ = command(pack, "import", tmp_path / "bundle", "--trust")
-    assert code == 0 and str(home / "secret") in told  # the one that is there is the one to use
+    assert code == 0 and str(home / "graphs") in told
+    assert load(server(home)) is not None
     code, told, _ = command(pack, "list")
     assert code == 0 and f"1 graph, 0.0 MB in {home / 'graphs'}" in told
 
@@ -193,8 +186,8 @@ def test_programs_that_are_not_comfyui_keep_graphs_among_what_this_person_can_do
     monkeypatch.chdir(tmp_path)
     assert comfyui_home.find(None, None, None) is None
     home.mkdir(parents=True)
-    assert comfyui_home.find(None, None, None) == (home, False)
-    assert comfyui_home.find(None, tmp_path, None) == (tmp_path / comfyui_home.NAME, True)
+    assert comfyui_home.find(None, None, None) == home
+    assert comfyui_home.find(None, tmp_path, None) == tmp_path / comfyui_home.NAME
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # is to be ignored, says its specification
     monkeypatch.setenv("HOME", str(tmp_path))
     assert location.personal_home() == tmp_path / ".cache" / "comfy-accel"

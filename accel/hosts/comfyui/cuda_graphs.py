@@ -31,18 +31,16 @@ def main(arguments: Sequence[str], command: str) -> int:
     parser.add_argument("--user-directory", type=Path, metavar="DIR", help="what ComfyUI was started with by this name")
     parser.add_argument("--base-directory", type=Path, metavar="DIR", help="the same, where that is all it was given")
     options = parser.parse_args(arguments)
-    home, given = (
-        find(None, options.user_directory, options.base_directory),
-        (options.user_directory or options.base_directory),
-    )
-    if home is None or not home.path.parent.is_dir() or (given is None and home.path.name != HOME):
+    home = find(None, options.user_directory, options.base_directory)
+    given = options.user_directory or options.base_directory
+    if home is None or not home.parent.is_dir() or (given is None and home.name != HOME):
         print("Whose choice? Name ComfyUI's user folder with --user-directory.", file=sys.stderr)
         return 1
     try:
-        kept = settings.read(home.path)
+        kept = settings.read(home)
         if options.choice is not None:
             kept = replace(kept, cuda_graphs=options.choice)
-            settings.write(home.path, kept)
+            settings.write(home, kept)
     except OSError as error:
         print(f"{error}.", file=sys.stderr)
         return 1

@@ -1,22 +1,14 @@
-"""Where ComfyUI keeps what outlives it, secret, settings and graphs: in its user folder, out of reach over HTTP."""
+"""Where ComfyUI keeps what outlives it, settings and graphs: in its user folder, out of reach over HTTP."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from ...store.location import personal_home
 
 NAME = "__accel"
 """In ComfyUI's user folder. Names that begin so are no user's: core serves nothing from there."""
-
-
-class Home(NamedTuple):
-    """path: the folder; it may not exist yet. given: a person named it; False for ComfyUI's default."""
-
-    path: Path
-    given: bool
 
 
 def running_home() -> Path:
@@ -26,7 +18,7 @@ def running_home() -> Path:
     return Path(folder_paths.get_user_directory()) / NAME
 
 
-def find(home: Path | None, user_directory: Path | None, base_directory: Path | None) -> Home | None:
+def find(home: Path | None, user_directory: Path | None, base_directory: Path | None) -> Path | None:
     """The home that the options name, the strongest first, else that of the ComfyUI that has this pack.
 
     Outside of any ComfyUI it is this person's own home, if there is one.
@@ -34,17 +26,17 @@ def find(home: Path | None, user_directory: Path | None, base_directory: Path | 
     user_directory, base_directory: ComfyUI's own options of these names.
     """
     if home is not None:
-        return Home(home, given=True)
+        return home
     if user_directory is not None:
-        return Home(user_directory / NAME, given=True)
+        return user_directory / NAME
     if base_directory is not None:
-        return Home(base_directory / "user" / NAME, given=True)
+        return base_directory / "user" / NAME
     for pack in _packs():
         user = pack.parent.parent / "user"
         if pack.parent.name == "custom_nodes" and user.is_dir():
-            return Home(user / NAME, given=False)
+            return user / NAME
     own = personal_home()
-    return Home(own, given=False) if own is not None and own.is_dir() else None
+    return own if own is not None and own.is_dir() else None
 
 
 def _packs() -> list[Path]:

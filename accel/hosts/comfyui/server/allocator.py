@@ -67,6 +67,6 @@ def _kept() -> Settings:
         return preferences.current()
     home = find(None, None, None)
     try:
-        return Settings() if home is None else settings.read(home.path)
+        return Settings() if home is None else settings.read(home)
     except OSError:
         return Settings()
