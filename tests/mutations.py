@@ -330,8 +330,8 @@ MUTATIONS = [
     ),
     Mutation(
         "dry run that goes on at an obstacle",
-        "        if self.reason is not None:\n            raise Ended\n",
-        "",
+        "._before(func, args, kwargs)\n        if self.reason is not None:\n            raise Ended\n",
+        "._before(func, args, kwargs)\n",
         "unit/test_model_capture.py::test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured",
     ),
     Mutation(

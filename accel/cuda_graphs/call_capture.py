@@ -13,7 +13,7 @@ from ..core.reasons import Reason
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
 from .capturer import CaptureFailed
-from .dry_run import DryRun, Ended
+from .conditions import DryRun, Ended
 from .host_constants import HostConstants
 from .pool import Buffers, CapturedCall, CapturePool
 
@@ -93,7 +93,7 @@ class CallCapture:
                 self.observer.capturing = False
             self.pool.grow(graph, self.device)
             if not self.weights.is_current():
-                raise CaptureFailed(Reason("weights_moved"))
+                raise CaptureFailed(Reason("model_changes"))
             captured = CapturedCall(
                 self.key,
                 self.pool,

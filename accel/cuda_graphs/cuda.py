@@ -19,6 +19,7 @@ from ..compile.benchmark import CallTime
 from ..core import torch_internals
 from ..core.events import log
 from ..core.reasons import Reason
+from .conditions import of_device
 
 LEAST_FREE = 512 << 20
 """Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""
@@ -113,18 +114,7 @@ class CudaCapturer:
         """The stream that the calls are made on: graphs of one pool must not run concurrently."""
 
     def why_not(self, device: torch.device) -> Reason | None:
-        if device.type != "cuda":
-            return Reason("not_cuda", device=str(device))
-        if torch.version.hip is not None:
-            return Reason("amd")
-        if torch.cuda.get_allocator_backend() != "native":
-            return Reason("cuda_malloc_async")
-        if torch.cuda.is_current_stream_capturing():
-            return Reason("captured_around")
-        home = self._homes.get(device)
-        if home is not None and torch.cuda.current_stream(device) != home:
-            return Reason("other_stream")
-        return None
+        return of_device(device, self._homes.get(device))
 
     def timed(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
         time = CallTime(device)

@@ -64,7 +64,7 @@ class HostConstants(TorchDispatchMode):
             if known.dtype == tensor.dtype and torch.equal(known, tensor):
                 return copy
         if self.is_complete:
-            raise CaptureFailed(Reason("makes_constant", operator=str(func)))
+            raise CaptureFailed(Reason("host_values", operator=str(func)))
         self._copies.append((tensor.clone(), tensor.to(self._device)))
         return self._copies[-1][1]
 

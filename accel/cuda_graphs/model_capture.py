@@ -22,17 +22,17 @@ from ..cache.graph_cache import GraphCache, NoGraph
 from ..core.errors import one_line
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
-from ..core.reasons import Reason, RunEagerly, not_in_this_mode
+from ..core.reasons import Reason, RunEagerly
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import NotReady
 from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
-from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import CaptureIO, FeaturesProxy
 from .call_capture import CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
 from .capturer import CaptureFailed
+from .conditions import of_arguments, of_warm_call, of_weights
 from .host_constants import HostConstants
 from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturedCall, CapturePool, MadeRoom, NoRoom
@@ -47,13 +47,13 @@ _HOW = "block by block"
 class _Progress:
     """How far the calls of one key are.
 
-    made: the weights held before the last call, if no block was compiled in it; None otherwise. A call is captured
-        after one that found the same ones there, so that none of them is brought in its course.
+    resident_before: streamed weights that were on the device before the last call; None if a block was compiled in it.
+        A call is captured only after one that found the same ones there, so that none of them is brought in its course.
     constants: from its dry run; None before.
     refused: there is no captured call of it in this run.
     """
 
-    made: frozenset | None = None
+    resident_before: frozenset | None = None
     constants: HostConstants | None = None
     refused: bool = False
 
@@ -123,7 +123,7 @@ class ModelCapture:
         # Weights are looked at one by one, so a call that will not be captured does without.
         if (entry is None or not entry.graphs) and self._is_refused(key, entry):
             return self._alone(inner, args, kwargs)
-        reason = self._why_not(variant.device)
+        reason = self._of_model(variant.device)
         if reason is not None:
             return self._refuse(reason, inner, args, kwargs)
         self._observer.may_capture = True
@@ -155,28 +155,42 @@ class ModelCapture:
         with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture):
             return inner(*args, **kwargs)
 
-    # Whether a call can be captured or replayed at all
+    # Conditions, which `conditions` lists in their order
 
-    def _why_not(self, device: torch.device) -> Reason | None:
-        """Why no call can be captured or replayed with the weights as they are; if one can, all are held. device: of
-        its inputs."""
+    def _variant_of(
+        self, args: tuple, kwargs: dict
+    ) -> tuple[Reason | None, CallVariant | None, Sequence[torch.Tensor]]:
+        """Why the call cannot be replayed; otherwise None, its variant and its tensors."""
+        inputs: list[torch.Tensor] = []
+        try:
+            found = None if torch.is_grad_enabled() else self._calls.find(args, kwargs)
+            if found is None:
+                spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
+                reason = of_arguments(inputs)
+                if reason is not None:
+                    return reason, None, ()
+                found = self._calls.add(args, kwargs, spec, inputs), inputs
+        except RunEagerly as why:
+            return why.reason, None, ()
+        except tree_spec.UnsupportedArgument as why:
+            return Reason("unsupported_argument", what=str(why)), None, ()
+        try:
+            return self._pool.capturer.why_not(found[0].device), *found
+        except self._host.interrupts:
+            raise
+        except Exception as error:
+            return Reason("capture_failed", error=one_line(error)), None, ()
+
+    def _of_model(self, device: torch.device) -> Reason | None:
+        """Why no call can be captured or replayed with the model as it is; if one can, all weights are held."""
         reason = self._hold()
-        if reason is not None:
-            self._stop(reason)  # what did not fit will not before the next run
-            return reason
-        if not self._guard.seems_current():
+        if reason is None and not self._guard.seems_current():
             self._confirmed.clear()
             reason = self._guard.snapshot()
-            if reason is not None:
-                self._stop(reason)  # another snapshot at every call would cost more than it may give
-                return reason
-        weights = self._guard.weights
-        if weights.devices and device not in weights.devices:
-            devices = ", ".join(sorted(map(str, {device, *weights.devices})))
-            return Reason("tensors_on_devices", devices=devices)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in weights.tensors()):
-            return Reason("gradients")
-        return None
+        if reason is not None:
+            self._stop(reason)  # to ask at every call would cost more than it may give
+            return reason
+        return of_weights(self._guard.weights, device)
 
     def _hold(self) -> Reason | None:
         """Hold the model's weights where they are streamed; why not, if that fails."""
@@ -191,46 +205,6 @@ class ModelCapture:
         self._held = held
         return None
 
-    def _variant_of(
-        self, args: tuple, kwargs: dict
-    ) -> tuple[Reason | None, CallVariant | None, Sequence[torch.Tensor]]:
-        """Why the call cannot be replayed; otherwise None, its variant and its tensors."""
-        inputs: list[torch.Tensor] = []
-        try:
-            found = None if torch.is_grad_enabled() else self._calls.find(args, kwargs)
-            if found is not None:
-                return self._ask_capturer(found[0].device), *found
-            spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
-        except RunEagerly as why:
-            return why.reason, None, ()
-        except tree_spec.UnsupportedArgument as why:
-            return Reason("unsupported_argument", what=str(why)), None, ()
-        reason = self._unfit(inputs)
-        if reason is not None:
-            return reason, None, ()
-        variant = self._calls.add(args, kwargs, spec, inputs)
-        return self._ask_capturer(variant.device), variant, inputs
-
-    def _unfit(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
-        filled = [tensor for tensor in inputs if tensor.numel()]
-        if not filled:
-            return Reason("no_tensors")
-        odd = next((type(t).__name__ for t in filled if type(t) not in PLAIN_TENSORS), None)
-        if odd is not None:
-            return Reason("odd_tensor", type=odd)
-        devices = {tensor.device for tensor in filled}
-        if len(devices) > 1:
-            return Reason("tensors_on_devices", devices=", ".join(sorted(map(str, devices))))
-        return not_in_this_mode((), inputs)
-
-    def _ask_capturer(self, device: torch.device) -> Reason | None:
-        try:
-            return self._pool.capturer.why_not(device)
-        except self._host.interrupts:
-            raise
-        except Exception as error:
-            return Reason("device_unsure", error=one_line(error))
-
     # Replays
 
     def _current(self, key: CaptureKey, entry: Entry | None) -> CapturedCall | None:
@@ -242,7 +216,7 @@ class ModelCapture:
             if captured.digest != self._guard.weights.digest or not captured.has_kernels():
                 # It had its dry run before it was captured, and the code is part of the key.
                 progress = self._progress_of(key)
-                progress.made, progress.constants = self._held, captured.constants
+                progress.resident_before, progress.constants = self._held, captured.constants
                 self._cache.evict(key)
                 return None
             captured.lease_kernels(self._cache, self._lease)
@@ -276,7 +250,7 @@ class ModelCapture:
         except Exception as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError)
             failure = one_line(error)
-        self._mark_failed(captured.key, Reason("replay_failed", error=failure), is_shortage)
+        self._mark_failed(captured.key, Reason("capture_failed", error=failure), is_shortage)
         return False, None
 
     # From the first call of a key to its capture
@@ -293,22 +267,19 @@ class ModelCapture:
         """Make the call eagerly, and take the next step towards its capture."""
         progress, entry = self._progress_of(key), self._cache.get(key)
         proxy, held = self._proxy, self._held
-        is_due = progress.made == held
+        is_due = progress.resident_before == held
         # The dry run calls the model once more, which must leave no trace; on the device it ends before there is one.
         state = self._guard.weights.state() if is_due and progress.constants is None else None
         self._observer.reset()
         with proxy.copied() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
             alone = functools.partial(self._alone, inner, args, kwargs)
             out, device_waited = self._pool.capturer.timed(device, alone) if is_due else (alone(), None)
-        progress.made = held if self._observer.is_stable and self._host.unchanged() else None
-        if not is_due or progress.made is None or self._hold() is not None or self._held != held:
+        progress.resident_before = held if self._observer.is_stable and self._host.unchanged() else None
+        if not is_due or progress.resident_before is None or self._hold() is not None or self._held != held:
             return out
-        # Streamed weights that are held while memory is short lose their place on the device for the rest of the run.
-        unfit = Reason("weights_in_the_way") if held and not self._pool.capturer.has_room(device) else None
-        if state is not None and not are_same(state, self._guard.weights.state()):
-            unfit = Reason("model_changes")
-        if progress.constants is None and not device_waited():
-            unfit = Reason("device_busy")
+        has_room = not held or self._pool.capturer.has_room(device)
+        changes = state is not None and not are_same(state, self._guard.weights.state())
+        unfit = of_warm_call(device_waited if progress.constants is None else None, has_room, changes)
         if unfit is not None:
             progress.refused = True
             self._note(unfit)
@@ -341,7 +312,7 @@ class ModelCapture:
                 except Exception as error:
                     raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
                 if self._hold() is not None or self._held != call.held:
-                    raise NoRoom(Reason("weights_moved"))  # in this run
+                    raise NoRoom(Reason("weights_streamed"))  # in this run
                 self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             self._made.add(captured)
@@ -378,7 +349,7 @@ class ModelCapture:
         except KeyError as error:  # the call itself had it: the host keeps from captured calls what differs each time
             return Reason("reads_option", option=error.args[0])
         except Exception as error:
-            return Reason("dry_run_failed", error=one_line(error))
+            return Reason("capture_failed", error=one_line(error))
 
     def _progress_of(self, key: CaptureKey) -> _Progress:
         if key not in self._progress and len(self._progress) >= _MAX_PROGRESS:

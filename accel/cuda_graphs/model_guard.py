@@ -10,8 +10,7 @@ import torch
 
 from ..core.reasons import Reason
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
-from ..modules.substitution import StandIn, has_foreign_forward
-from ..modules.wrapped_forward import is_replaced
+from .conditions import of_model
 
 _MAX_CHANGES = 8
 """Changes of the model within one run after which nothing more is captured in it."""
@@ -75,10 +74,10 @@ class ModelGuard:
         """Take a new snapshot; the reason where calls of the model cannot be captured."""
         self._changes += self.weights is not None
         self.weights = None
-        model = self._model()
-        reason = _obstacle(model, self._host.of_module)
         if self._changes >= _MAX_CHANGES:
-            reason = Reason("model_changes")
+            return Reason("model_changes")
+        model = self._model()
+        reason = of_model(model, self._host.of_module)
         if reason is not None:
             return reason
         try:
@@ -86,28 +85,3 @@ class ModelGuard:
         except UnsupportedWeights as why:
             return why.reason
         return None
-
-
-def _obstacle(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reason | None]) -> Reason | None:
-    """Why a call of the model may run Python code that must run in each call; None where nothing says so."""
-    if model.training:
-        return Reason("training")
-    everywhere = torch.nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return Reason("hooks_everywhere")
-    for path, module in model.named_modules():
-        name = f"{type(module).__name__} {path}".rstrip()
-        if module._forward_hooks or module._forward_pre_hooks:
-            return Reason("hooked", module=name)
-        replaced = has_foreign_forward(module) or is_replaced(type(module))
-        if replaced or any(_is_override(module, key, value) for key, value in vars(module).items()):
-            return Reason("code_replaced", module=name)
-        reason = of_module(module)
-        if reason is not None:
-            return Reason("in_module", module=name, why=reason)
-    return None
-
-
-def _is_override(module: torch.nn.Module, name: str, value: object) -> bool:
-    """Whether the attribute hides a method of the module's class."""
-    return callable(value) and not isinstance(value, StandIn) and callable(getattr(type(module), name, None))

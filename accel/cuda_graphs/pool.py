@@ -17,7 +17,6 @@ from ..core.reasons import Reason, Refusal
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
-from .capturer import CaptureFailed
 
 if TYPE_CHECKING:
     from ..cache.entry import Lease
@@ -141,7 +140,7 @@ class CapturedCall:
         the next replay.
         """
         if self._graph is None:
-            raise CaptureFailed(Reason("model_gone"))
+            raise RuntimeError("its model was unloaded")
         self._buffers.fill(tensors)
         self._graph.replay()
         out = tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])

@@ -237,7 +237,7 @@ class WeightSnapshot:
         self.devices = {tensor.device for tensor in tensors if tensor.numel()}
         if len(self.devices) > 1:
             devices = ", ".join(sorted(map(str, self.devices)))
-            raise UnsupportedWeights(Reason("weights_on_devices", devices=devices))
+            raise UnsupportedWeights(Reason("tensors_on_devices", devices=devices))
         self._addresses = list(map(_address, tensors))
         count = min(len(places), _SAMPLED)
         sampled = [index * len(places) // count for index in range(count)]

@@ -27,7 +27,7 @@ def test_model_on_the_cpu_is_left_alone_and_refused_in_one_sentence_however_many
     for _ in range(3):
         with run(model, cache) as call:
             check_calls(model, call, 4)
-    assert reasons() == ["CUDA graphs need a CUDA device, and the model runs on cpu"]
+    assert reasons() == ["CUDA graphs need an NVIDIA card, and the model runs on cpu"]
     assert fallbacks.rows()[0]["calls"] == 12
 
 
@@ -37,7 +37,7 @@ def test_other_allocator_is_refused_in_one_sentence(monkeypatch):
     assert "cudaMallocAsync" in str(CudaCapturer().why_not(torch.device("cuda", 0)))
 
 
-@pytest.mark.parametrize(("device", "said"), [("cuda:0", "not used on AMD cards"), ("mps:0", "runs on mps:0")])
+@pytest.mark.parametrize(("device", "said"), [("cuda:0", "runs on cuda:0 (ROCm)"), ("mps:0", "runs on mps:0")])
 def test_cards_of_others_are_refused_and_asked_nothing_that_they_may_not_know(monkeypatch, device, said):
     """Simulated: torch for ROCm calls its devices cuda."""
     monkeypatch.setattr(torch.version, "hip", "6.4")

@@ -88,7 +88,7 @@ SAID = [
     ),
     (
         facts({"model_calls": 30, "fallbacks": rows(Reason("not_captured", why=Reason("weights_streamed")))}),
-        "30 of 30 model calls did not replay a CUDA graph, mostly because: its weights are streamed",
+        "30 of 30 model calls did not replay a CUDA graph, mostly because: not all of its weights",
     ),
     (facts({"model_calls": 4, "replays": 1}), "the next image of this size replays"),
     (

@@ -9,7 +9,7 @@ from comfy_accel.accel.report.savings import Saving
 from kit.run_facts import run_of
 
 COMPILING, CACHING = {"node": "3"}, {"node": "4"}
-NOT_CAPTURED = Reason("not_captured", why=Reason("amd"))
+NOT_CAPTURED = Reason("not_captured", why=Reason("training"))
 
 
 def saved(seconds):

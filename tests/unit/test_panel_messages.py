@@ -70,7 +70,7 @@ def test_events_become_messages_in_order(page):
 
 def test_nobody_is_warned_of_what_is_as_it_should_be_and_of_a_missing_compiler_as_of_all(page):
     emit("fallback", block="Block", reason=Reason("slower", compiled="3.20", eager="3.02"))
-    emit("fallback", block="Model", reason=Reason("not_captured", why=Reason("amd")))
+    emit("fallback", block="Model", reason=Reason("not_captured", why=Reason("training")))
     emit("fallback", block="Block", reason=Reason("interrupted"))
     assert page.due == []
     emit("fallback", block="Block", reason=Reason("no_triton", command="pip install triton"))

@@ -7,6 +7,7 @@ from string import Formatter
 
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.sentences import SENTENCES
+from comfy_accel.accel.hosts.comfyui import words  # noqa: F401 it has the sentences in the host's own terms
 from kit.engine_imports import ENGINE
 
 

@@ -30,7 +30,7 @@ SENTENCES.update(
     graphs_torch_loaded="no: another extension imports PyTorch before ComfyUI does",
     graphs_failed="no: the allocator could not be chosen, and ComfyUI's log says why",
     host_bound_without_graphs='{slow}. CUDA graphs save most of that: "Turn on CUDA graphs"',
-    weights_streamed="its weights are streamed (dynamic VRAM), and not all on the device at once",
+    weights_streamed="not all of its weights can stay in VRAM beside a CUDA graph (dynamic VRAM, or loaded in part)",
 )
 
 

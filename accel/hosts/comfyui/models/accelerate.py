@@ -180,7 +180,7 @@ def _may_have_graphs(cache: GraphCache) -> bool:
         why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
     except Exception:  # which the attempt to capture will tell
         return True
-    return why is None or why.code not in ("not_cuda", "amd")
+    return why is None or why.code != "not_cuda"
 
 
 def block_layers(

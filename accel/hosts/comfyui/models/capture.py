@@ -8,7 +8,7 @@ it unloads the model, when the model is freed, and at the next run of any model 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from ....cuda_graphs.model_guard import CaptureHost
 from ....cuda_graphs.pool import CapturePool
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.whole_calls import WholeCalls
-from ....fingerprint.code_hash import CodeReader
+from ....fingerprint.code_hash import CodeHash, CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.snapshot import WeightSnapshot
 from ....modules.substitution import Layer, Order, Substitution
@@ -78,27 +78,19 @@ def begin(
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
     kinds = tuple(runner.kind.digest for runner in blocks.values())
     held = _HeldWeights(model)
-    strings, code, reason, stands = frozenset(), None, None, bool
-    ignored = attention.Asked(NO_RESULT_DEPENDS_ON)
-    try:
-        reader = CodeReader(ignored)
-        hashed = reader.read(frozenset(map(type, model.modules())))
-        strings, code, stands = hashed.strings, hashed.digest, reader.snapshot().is_current
-        _unread[model] = hashed.unread
-    except Indescribable as why:
-        reason = Reason("code_unknown", what=str(why))
-    if ignored.opaque is not None:
-        reason = reason or Reason("attention_runs", function=".".join(ignored.opaque))
+    code, stands, reason = _code_of(model)
     reason = reason or memory.why_not(model)
 
     def why_not() -> Reason | None:
-        if reason is not None or not stands():
-            return reason or Reason("code_swapped")
+        if reason is not None:
+            return reason
+        if not stands():
+            return Reason("code_replaced", where=type(model).__name__)
         return _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None)
 
     host = CaptureHost(
-        facts=(code, kinds, settings),
-        simplify=call_simplifier(strings),
+        facts=(code and code.digest, kinds, settings),
+        simplify=call_simplifier(frozenset() if code is None else code.strings),
         token=lambda: (_weights_token(base), held.current),
         why_not=why_not,
         unchanged=layers[model].is_set_as_at_first,
@@ -153,6 +145,20 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return call(executor, *args, **kwargs)
 
 
+def _code_of(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bool], Reason | None]:
+    """The code of the model, whether it is still that, and why it cannot be captured."""
+    attention_called = attention.Asked(NO_RESULT_DEPENDS_ON)
+    reader = CodeReader(attention_called)
+    try:
+        code = reader.read(frozenset(map(type, model.modules())))
+    except Indescribable as why:
+        return None, bool, Reason("indescribable", what=str(why))
+    _unread[model] = code.unread
+    opaque = attention_called.opaque
+    reason = None if opaque is None else Reason("attention_runs", function=".".join(opaque))
+    return code, reader.snapshot().is_current, reason
+
+
 def _weights_token(base: torch.nn.Module) -> Hashable:
     """What core changes when it loads, unloads or patches weights."""
     names = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
@@ -160,10 +166,10 @@ def _weights_token(base: torch.nn.Module) -> Hashable:
 
 
 def _obstacle(base: torch.nn.Module) -> Reason | None:
-    """Why no call of the model can be captured now; None if one can."""
-    if getattr(base, "model_lowvram", False):
-        return Reason("loaded_in_part")
+    """Core's own conditions of a call: why none of the model can be captured now; None if one can."""
     patcher = base.current_patcher
+    if getattr(base, "model_lowvram", False):
+        return Reason("weights_streamed")
     if patcher is None:
         return None
     if is_dynamic(patcher) and not takes_streamed_weights():
@@ -171,17 +177,18 @@ def _obstacle(base: torch.nn.Module) -> Reason | None:
     if records_memory():
         return Reason("memory_planned", by="Comfy Compiler")
     if patcher.current_hooks is not None:
-        return Reason("hooks_on_weights")
+        return Reason("model_changes")
     if patcher.injections:
-        return Reason("code_injected")
+        return Reason("code_replaced", where=type(base.diffusion_model).__name__)
     return None
 
 
 def _obstacle_in(module: torch.nn.Module) -> Reason | None:
+    """Core's own conditions of a module of the model."""
     if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
         return Reason("weights_patched")
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-        return Reason("compiled_whole")
+        return Reason("compiled_already")
     return None
 
 

@@ -115,7 +115,7 @@ def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         for patches in (options.get("patches"), options.get("patches_replace")):
             name = next((name for name, given in (patches or {}).items() if given), None)
             if name is not None:
-                raise RunEagerly(Reason("patch_runs", patch=name))
+                raise RunEagerly(Reason("patched", patch=name))
         return _only(readable, options, _is_plain)
 
     return simplify
