@@ -1,6 +1,9 @@
-"""A pack whose functions, put around a layer's forward, keep something from one call to the next, each elsewhere."""
+"""A pack whose functions, put around a layer's forward, keep something from one call to the next, each elsewhere.
 
-# ruff: noqa: B006, PLW0603
+A function is called with (part, x): the layer, and what it gave. The module is loaded anew for each run.
+"""
+
+# ruff: noqa: B006, F401
 import collections
 import contextvars
 import functools
@@ -59,104 +62,80 @@ class List(list):
 
 
 one, slots, listed = Kept(), Slots(), List([0])
+called = Kept()
+counter = itertools.count(1)
+pairs = zip(itertools.count(1), itertools.repeat(2), strict=False)
+append = numbers.append
+append_one = functools.partial(numbers.append, 1)
+set_attribute = setattr
+generator = random.Random(0)
 
 
 def get():
     return one
 
 
-def in_global(part, x):
-    global calls
-    calls += 1
-    return x * calls
+WAYS = {
+    "in_global": ["global calls", "calls += 1", "x * calls"],
+    "tensor_in_global": ["global last", "before, last = last, x.mean()", "x if before is None else x + before"],
+    "in_globals": ["globals()['calls'] += 1", "x * calls"],
+    "in_namespace": ["kept.calls = kept.calls + 1", "x * kept.calls"],
+    "tensor_in_object": ["before, one.last = one.last, x.mean()", "x if before is None else x + before"],
+    "further_in": ["one.inner = getattr(one, 'inner', 0) + 1", "x * one.inner"],
+    "by_set_attribute": ["one.calls = one.calls + 1", "x * one.calls"],
+    "by_dict_of_object": ["one.__dict__['calls'] += 1", "x * one.calls"],
+    "by_method": ["x * one.count()"],
+    "by_property": ["x * one.counted"],
+    "by_getter": ["x * get().count()"],
+    "by_class_method": ["x * Kept.of_class()"],
+    "on_class": ["Kept.calls += 1", "x * Kept.calls"],
+    "tensor_on_class": ["before, Kept.last = Kept.last, x.mean()", "x if before is None else x + before"],
+    "on_class_of_part": ["type(part).calls = getattr(type(part), 'calls', 0) + 1", "x * type(part).calls"],
+    "on_part": ["part.calls = getattr(part, 'calls', 0) + 1", "x * part.calls"],
+    "on_part_for_others": ["part.kept = x.mean()", "x"],
+    "on_function": ["on_function.calls = getattr(on_function, 'calls', 0) + 1", "x * on_function.calls"],
+    "in_slots": ["slots.calls += 1", "x * slots.calls"],
+    "in_table": ["table['calls'] += 1", "x * table['calls']"],
+    "tensor_in_table": ["before, table['last'] = table.get('last'), x.mean()", "x if before is None else x + before"],
+    "in_ordered": ["ordered['calls'] += 1", "x * ordered['calls']"],
+    "in_counted": ["counted['calls'] += 1", "x * counted['calls']"],
+    "in_list": ["numbers[0] += 1", "x * numbers[0]"],
+    "tensors_in_list": ["numbers.append(x.mean())", "x + numbers[-2]"],
+    "in_list_of_own_kind": ["listed.append(1)", "x * len(listed)"],
+    "in_queue": ["queue.append(1)", "x * len(queue)"],
+    "in_set": ["seen.add(len(seen))", "x * len(seen)"],
+    "in_tensor": ["buffer.add_(1)", "x * buffer"],
+    "in_thread": ["of_thread.calls += 1", "x * of_thread.calls"],
+    "in_context": ["of_context.set(of_context.get() + 1)", "x * of_context.get()"],
+    "in_module": ["here = sys.modules[__name__]", "here.calls += 1", "x * here.calls"],
+    "in_what_is_called": ["called(part, x)"],
+    "in_iterator": ["x * next(counter)"],
+    "by_operator": ["operator.setitem(table, 'calls', table['calls'] + 1)", "x * table['calls']"],
+    "by_bound_method": ["append(1)", "x * len(numbers)"],
+    "by_partial": ["append_one()", "x * len(numbers)"],
+    "by_another_name": ["set_attribute(one, 'calls', one.calls + 1)", "x * one.calls"],
+    "in_heap": ["heapq.heappush(numbers, 1)", "x * len(numbers)"],
+    "in_place": ["same = numbers", "same += [1]", "x * len(numbers)"],
+    "tensor_in_place": ["same = buffer", "same += 1", "x * buffer"],
+    "at_random": ["x * generator.random()"],
+    "is_written_only": ["table['seen'] = x.shape[-1]", "x"],
+    "reads_only": ["x * (1 + kept.calls)"],
+    "changes_its_own": ["found = {'x': x}", "found['x'] = found['x'] * 2", "found['x']"],
+}
+"""Name of a function → its statements, and what it returns."""
+
+for _name, (*_statements, _result) in WAYS.items():
+    _text = "\n    ".join([f"def {_name}(part, x):", *_statements, f"return {_result}"])
+    exec(compile(_text, __file__, "exec"))
 
 
-def tensor_in_global(part, x):
-    global last
-    before, last = last, x.mean()
-    return x if before is None else x + before
-
-
-def in_globals(part, x):
-    globals()["calls"] += 1
-    return x * calls
-
-
-def in_namespace(part, x):
-    kept.calls = kept.calls + 1
-    return x * kept.calls
-
-
-def tensor_in_object(part, x):
-    before, one.last = one.last, x.mean()
-    return x if before is None else x + before
-
-
-def further_in(part, x):
-    one.inner = getattr(one, "inner", 0) + 1
-    return x * one.inner
-
-
-def by_set_attribute(part, x):
-    one.calls = one.calls + 1
-    return x * one.calls
-
-
-def by_dict_of_object(part, x):
-    one.__dict__["calls"] += 1
-    return x * one.calls
-
-
-def by_method(part, x):
-    return x * one.count()
-
-
-def by_property(part, x):
-    return x * one.counted
-
-
-def by_getter(part, x):
-    return x * get().count()
-
-
-def by_class_method(part, x):
-    return x * Kept.of_class()
-
-
-def on_class(part, x):
-    Kept.calls += 1
-    return x * Kept.calls
-
-
-def tensor_on_class(part, x):
-    before, Kept.last = Kept.last, x.mean()
-    return x if before is None else x + before
-
-
-def on_class_of_part(part, x):
-    type(part).calls = getattr(type(part), "calls", 0) + 1
-    return x * type(part).calls
-
-
-def on_part(part, x):
-    part.calls = getattr(part, "calls", 0) + 1
-    return x * part.calls
+# Those that take more than a line or two
 
 
 def on_part_made_once(part, x):
     if not hasattr(part, "kept"):
         part.kept = x.mean()
     return x + part.kept
-
-
-def on_part_for_others(part, x):
-    part.kept = x.mean()
-    return x
-
-
-def on_function(part, x):
-    on_function.calls = getattr(on_function, "calls", 0) + 1
-    return x * on_function.calls
 
 
 def in_default(part, x, kept={"calls": 0}):
@@ -174,150 +153,9 @@ def in_keyword_default(part, x, *, kept=[0]):
     return x * kept[0]
 
 
-def in_slots(part, x):
-    slots.calls += 1
-    return x * slots.calls
-
-
-def in_table(part, x):
-    table["calls"] += 1
-    return x * table["calls"]
-
-
-def tensor_in_table(part, x):
-    before, table["last"] = table.get("last"), x.mean()
-    return x if before is None else x + before
-
-
-def in_ordered(part, x):
-    ordered["calls"] += 1
-    return x * ordered["calls"]
-
-
-def in_counted(part, x):
-    counted["calls"] += 1
-    return x * counted["calls"]
-
-
-def in_list(part, x):
-    numbers[0] += 1
-    return x * numbers[0]
-
-
-def tensors_in_list(part, x):
-    numbers.append(x.mean())
-    return x + numbers[-2]
-
-
-def in_list_of_own_kind(part, x):
-    listed.append(1)
-    return x * len(listed)
-
-
-def in_queue(part, x):
-    queue.append(1)
-    return x * len(queue)
-
-
-def in_set(part, x):
-    seen.add(len(seen))
-    return x * len(seen)
-
-
-def in_tensor(part, x):
-    buffer.add_(1)
-    return x * buffer
-
-
-def in_thread(part, x):
-    of_thread.calls += 1
-    return x * of_thread.calls
-
-
-def in_context(part, x):
-    of_context.set(of_context.get() + 1)
-    return x * of_context.get()
-
-
-def in_module(part, x):
-    here = sys.modules[__name__]
-    here.calls += 1
-    return x * here.calls
-
-
-called = Kept()
-
-
-def in_what_is_called(part, x):
-    return called(part, x)
-
-
-counter = itertools.count(1)
-
-
-def in_iterator(part, x):
-    return x * next(counter)
-
-
-pairs = zip(itertools.count(1), itertools.repeat(2), strict=False)
-
-
 def over_iterator(part, x):
     for one, other in pairs:
         return x * one * other
-
-
-def by_operator(part, x):
-    operator.setitem(table, "calls", table["calls"] + 1)
-    return x * table["calls"]
-
-
-append = numbers.append
-
-
-def by_bound_method(part, x):
-    append(1)
-    return x * len(numbers)
-
-
-append_one = functools.partial(numbers.append, 1)
-
-
-def by_partial(part, x):
-    append_one()
-    return x * len(numbers)
-
-
-set_attribute = setattr
-
-
-def by_another_name(part, x):
-    set_attribute(one, "calls", one.calls + 1)
-    return x * one.calls
-
-
-def in_heap(part, x):
-    heapq.heappush(numbers, 1)
-    return x * len(numbers)
-
-
-def in_place(part, x):
-    same = numbers
-    same += [1]
-    return x * len(numbers)
-
-
-def tensor_in_place(part, x):
-    same = buffer
-    same += 1
-    return x * buffer
-
-
-def at_random(part, x):
-    return x * generator.random()
-
-
-generator = random.Random(0)
 
 
 def whatever_happens(part, x):
@@ -375,18 +213,3 @@ def made():
 
 
 in_cell, in_object_of_cell, tensors_in_list_of_cell, deep_in_cell, in_generator_of_cell = made()
-
-
-def is_written_only(part, x):
-    table["seen"] = x.shape[-1]
-    return x
-
-
-def reads_only(part, x):
-    return x * (1 + kept.calls)
-
-
-def changes_its_own(part, x):
-    found = {"x": x}
-    found["x"] = found["x"] * 2
-    return found["x"]

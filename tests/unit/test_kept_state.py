@@ -19,6 +19,7 @@ from comfy_accel.accel.fingerprint.code_facts import may_keep
 from comfy_accel.accel.hosts.diffusers import module as host
 from comfy_accel.accel.hosts.diffusers import pipeline
 from kit.blocks import reasons
+from kit.thorough import thorough_except
 from torch import nn
 
 PACK = "a_pack_of_others"
@@ -33,38 +34,20 @@ def loaded():
     return pack
 
 
-def ways():
-    return [name for name, value in vars(loaded()).items() if is_way(value)]
-
-
-def is_way(value):
-    return isinstance(value, types.FunctionType) and value.__code__.co_varnames[:2] == ("part", "x")
-
-
+WAYS = [
+    name
+    for name, value in vars(loaded()).items()
+    if getattr(value, "__code__", loaded.__code__).co_varnames[:2] == ("part", "x")
+]
 HARMLESS = ("reads_only", "changes_its_own")
+BY_TORCH = ("tensors_in_list", "tensors_in_list_of_cell")
+"""Torch itself refuses to trace them."""
+
 QUICK = (
     *("in_global", "tensor_in_object", "in_tensor", "in_place", "by_bound_method", "whatever_happens"),
     *("with_two_rows", "with_two_rows_in_line"),
 )
-"""Ways that the quick tests also run with nothing compiled before."""
-
-OFTEN = (
-    *QUICK,
-    *HARMLESS,
-    "on_class",
-    "on_part",
-    "on_part_made_once",
-    "on_part_for_others",
-    "in_list_default",
-    "in_table",
-    "in_cell",
-    "in_iterator",
-)
-"""Ways that the quick tests run."""
-
-
-def quick(ways_of):
-    return [way if way in ways_of else pytest.param(way, marks=pytest.mark.thorough) for way in ways()]
+"""Ways that the quick tests also run with nothing compiled before, and in a part."""
 
 
 class Layer(nn.Linear):
@@ -177,15 +160,15 @@ def check(way, cache, monkeypatch, put=by_class, shapes=((1, 5, 4), (2, 5, 4), (
     return reasons()
 
 
-@pytest.mark.parametrize("way", quick(OFTEN))
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_kept_from_one_call_to_the_next_counts(way, with_others_compiled, monkeypatch):
     why = check(way, with_others_compiled, monkeypatch)
     assert (not why) == (way in HARMLESS)
-    if why:
+    if why and way not in BY_TORCH:
         assert "from one call to the next" in why[0]
 
 
-@pytest.mark.parametrize("way", quick(QUICK))
+@pytest.mark.parametrize("way", thorough_except(WAYS, *QUICK))
 def test_compiling_leaves_what_is_kept_alone(way, monkeypatch):
     cache = GraphCache()
     check(way, cache, monkeypatch)
@@ -193,7 +176,7 @@ def test_compiling_leaves_what_is_kept_alone(way, monkeypatch):
 
 
 @pytest.mark.parametrize("put", [by_part, by_hook])
-@pytest.mark.parametrize("way", quick(QUICK))
+@pytest.mark.parametrize("way", thorough_except(WAYS, *QUICK))
 def test_forward_or_hook_of_a_part_runs_once_in_each_call_and_the_block_is_compiled_around_it(way, put, monkeypatch):
     cache = GraphCache()
     assert check(way, cache, monkeypatch, put) == []
