@@ -136,18 +136,11 @@ _SAVED = {
     "compiling_unsure": "How much compiling saved is not known yet: too few calls were timed both ways.",
     "compiling_unmeasured": "How much compiling saved is not known: timing is off.",
     "compiling_saved": "Compiling: the median time of a block's call, uncompiled minus compiled, times the number of "
-    "calls. Both were measured on this machine; compile time is not subtracted.",
-    "compiling_saved_in_part": "Compiling: the median time of a block's call, uncompiled minus compiled, times the "
-    "number of calls ({covered} of {calls} calls; the others are not counted). Both were measured on this machine; "
-    "compile time is not subtracted.",
-    "compiling_saved_each": "Compiling: the time that compiled blocks saved in each sampler, added up. It was measured "
-    "on this machine; compile time is not subtracted.",
-    "skipping_saved_each": "DeepCache: the time that skipped steps took less than full ones in each sampler, added up.",
+    "calls at the sizes that were timed. Both were measured on this machine; compile time is not subtracted.",
     "skipping_unused": "DeepCache skipped no step.",
     "skipping_unsure": "How much DeepCache saved is not known: this run had too few steps to compare.",
-    "skipping_saved": "DeepCache: the median time of a full step ({full} s), minus that of a skipped one "
-    "({skipped} s), times the number skipped ({steps}). The first and last step, and any that compiled something, are "
-    "left out.",
+    "skipping_saved": "DeepCache: the median time of a full step, minus that of a skipped one, times the number "
+    "skipped. The first and last step, and any that compiled something, are left out.",
 }
 
 _LINE = {
@@ -166,9 +159,9 @@ _LINE = {
     "line_skipped": "{skipped} of {steps} steps skipped",
     "line_quality": "planned for {asked} dB, {share} of the work skipped",
     "line_paid_back_at_once": "paid back at once",
-    "line_all_full": "no step skipped: {why}",
-    "line_few_steps": "too few steps to skip any",
-    "line_none_skipped": "no step skipped: too much changes between them",
+    "line_none_skipped": "no step skipped: {why}",
+    "few_steps": "with so few, each changes too much",
+    "steps_differ": "too much changed between them",
 }
 """Parts of the line on a node."""
 

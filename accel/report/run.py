@@ -30,8 +30,8 @@ def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
 
     default: a value, or the type of an empty one.
     """
-    made = {"default_factory": default} if isinstance(default, type) else {"default": default}
-    return field(**made, metadata={"joined": joined})
+    initial = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return field(**initial, metadata={"joined": joined})
 
 
 class Record:
@@ -71,7 +71,7 @@ class Totals(Record):
     """Counts of a run's calls, made by the host.
 
     compiled_calls: of blocks' graphs. eager_calls: of blocks that could have run compiled. contexts: prompt lengths,
-        tokens. evicted: graphs dropped from the cache meanwhile.
+        tokens.
     model_calls: of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     """
 
@@ -79,7 +79,6 @@ class Totals(Record):
     eager_calls: int = fact(0, add)
     model_calls: int = fact(0, add)
     replays: int = fact(0, add)
-    evicted: int = fact(0, add)
     contexts: tuple[int, ...] = fact((), lambda one, other: tuple(sorted({*one, *other})))
     by_compiling: Saving = fact(Saving(), Saving.with_next)
 
@@ -140,7 +139,7 @@ class Run(Record):
         captured, by (block, reason).
     images: of this model since the start, this one too. captures: calls captured in this run.
     compiled_seconds: by model, what compiling it took since the start.
-    lines: by node id, what it gained, in parts (`headline.headline`).
+    lines: by node id, what it gained, in parts (`facts.line_of`).
     graphs_would_give: how many times as fast a step would be with CUDA graphs, which only torch's allocator prevents;
         None where something else does too, or they would not pay.
     """
@@ -176,6 +175,12 @@ class Run(Record):
     images: int = fact(0, max)
     lines: dict[str, list[Reason]] = fact(dict, or_)
     graphs_would_give: float | None = fact(None, _latest)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The ids of the nodes that took part."""
+        ids = [settings.get("node") for settings in (self.compiling, self.caching) if settings]
+        return list(dict.fromkeys(node for node in ids if node is not None))
 
     @property
     def working_seconds(self) -> float:
@@ -222,17 +227,17 @@ class Run(Record):
             return [Reason("line_slower", seconds=rounded(-saved))]
         return [Reason("line_times", times=f"{times:.2f}"), Reason("line_saved", seconds=rounded(saved))]
 
+    def reasons(self) -> dict[Reason, Counter[str]]:
+        """Why calls ran uncompiled or were not captured, the most frequent first, with how many calls of which block
+        each is about."""
+        found: dict[Reason, Counter[str]] = {}
+        for (block, why), calls in self.fallbacks.items():
+            found.setdefault(why, Counter())[block] += calls
+        return dict(sorted(found.items(), key=lambda row: -row[1].total()))
+
     def why_uncompiled(self) -> list[Reason]:
         """Why blocks ran uncompiled, the most frequent reason first."""
-        return self._by_frequency(lambda why: why.code not in OF_CUDA_GRAPHS)
-
-    def why_not_captured(self) -> list[Reason]:
-        """Why calls of the whole model were not captured, the most frequent reason first."""
-        return [dict(why.fields)["why"] for why in self._by_frequency(lambda why: why.code in OF_CUDA_GRAPHS)]
-
-    def _by_frequency(self, matches: Callable[[Reason], bool]) -> list[Reason]:
-        ordered = sorted(self.fallbacks.items(), key=lambda row: -row[1])
-        return [why for (_, why), _ in ordered if matches(why)]
+        return [why for why in self.reasons() if why.code not in OF_CUDA_GRAPHS]
 
     def as_json(self) -> dict[str, Any]:
         """JSON for the panel: all facts of the run and its records, and what follows from them."""

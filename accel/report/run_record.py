@@ -12,7 +12,7 @@ from typing import Any
 from ..core.events import emit, subscribe
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
-from .headline import headline, nodes_of
+from .facts import line_of
 from .run import Run, Skipping
 from .savings import by_skipping
 
@@ -23,7 +23,7 @@ _DISTURBING = frozenset(
     ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
 )
 
-_MADE = {
+_COUNTED = {
     "compile_end": ("compilations", "compile_seconds"),
     "graph_loaded": ("loaded", "load_seconds"),
     "capture_end": ("captures", "capture_seconds"),
@@ -46,8 +46,8 @@ class _Open:
         run = self.run
         if name in _DISTURBING:
             self.disturbed.append(time.perf_counter())
-        if name in _MADE:
-            number, seconds = _MADE[name]
+        if name in _COUNTED:
+            number, seconds = _COUNTED[name]
             vars(run).update({number: getattr(run, number) + 1, seconds: getattr(run, seconds) + data["seconds"]})
         elif name == "run_calls":
             run.totals = data["totals"]
@@ -157,17 +157,17 @@ class RunRecords:
             self._images[run.model] += run.latent[0] if run.latent else 1
         run.images = self._images[run.model]
         before = self._by_node if is_next else {}
-        now = {node: before[node].with_next(run) if node in before else run for node in nodes_of(run)}
+        now = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
         self._by_node = {**before, **now}
-        run.lines = {node: line for node, whole in now.items() if (line := headline(whole, node))}
+        run.lines = {node: line for node, whole in now.items() if (line := line_of(whole, node))}
         whole = self._last = self._last.with_next(run) if is_next else run
         if is_next and whole.skipping.steps_taken:
             self._deep_cache = whole.skipping
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
-        told: Skipping = data["skipping"]
-        saved = by_skipping(told.steps_taken, data["began"], now.disturbed if now is not None else ())
-        self._deep_cache = replace(told, by_skipping=saved)
+        skipping: Skipping = data["skipping"]
+        saved = by_skipping(skipping.steps_taken, data["began"], now.disturbed if now is not None else ())
+        self._deep_cache = replace(skipping, by_skipping=saved)
         if now is not None:
             now.run.skipping = self._deep_cache
 
@@ -175,13 +175,9 @@ class RunRecords:
         if self._last is not None:
             self._last.prompt = None  # the image that follows in this prompt is a run of its own
 
-    def _on_compile_start(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
-        what = {"name": data["name"], **dict.fromkeys(("number", "of", "node", "stage"))}
-        self._compiling[thread] = time.perf_counter(), what
-
     def _on_compiling(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
-        if thread in self._compiling:
-            self._compiling[thread] = self._compiling[thread][0], data
+        began, _ = self._compiling.get(thread, (time.perf_counter(), None))
+        self._compiling[thread] = began, data
 
     def _on_compile_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         self._compiling.pop(thread, None)

@@ -10,9 +10,6 @@ from ..compile.benchmark import Benchmark
 from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
 
-_EACH = {"compiling": Reason("compiling_saved_each"), "skipping": Reason("skipping_saved_each")}
-"""How a sum over samplers is known: one sentence, however many there are (an upscaler's tiles)."""
-
 
 class Saving(NamedTuple):
     """seconds: None where unknown; negative where the run was slower. how: how this is known;
@@ -23,11 +20,11 @@ class Saving(NamedTuple):
 
     def with_next(self, other: Saving) -> Saving:
         """The sum of what is known of two samplings of one prompt."""
-        known = [saving for saving in (self, other) if saving.seconds is not None]
-        if len(known) < 2:
-            return known[0] if known else self if other.how is None else other
-        how = self.how if self.how == other.how else _EACH[self.how.code.partition("_")[0]]
-        return Saving(self.seconds + other.seconds, how)
+        if self.seconds is not None and other.seconds is not None:
+            return Saving(self.seconds + other.seconds, self.how)
+        if self.seconds is not None or other.seconds is None and other.how is None:
+            return self
+        return other
 
 
 def by_compiling(
@@ -38,17 +35,14 @@ def by_compiling(
     calls: of compiled graphs. measured: those of them at sizes at which the graph was timed against its block.
     is_measured: whether graphs are timed at all. is_traced: the backend traces blocks and compiles nothing.
     """
-    known = [(benchmark.gain, count) for benchmark, count in measured.items() if benchmark.gain is not None]
+    gains = [benchmark.gain * count for benchmark, count in measured.items() if benchmark.gain is not None]
     if not calls:
         return Saving(None, Reason("compiling_unused"))
     if is_traced:
         return Saving(None, Reason("compiling_traced"))
-    if not known:
+    if not gains:
         return Saving(None, Reason("compiling_unsure") if is_measured else Reason("compiling_unmeasured"))
-    covered = sum(count for _, count in known)
-    is_all = covered == calls
-    how = Reason("compiling_saved") if is_all else Reason("compiling_saved_in_part", covered=covered, calls=calls)
-    return Saving(sum(gain * count for gain, count in known), how)
+    return Saving(sum(gains), Reason("compiling_saved"))
 
 
 def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
@@ -60,17 +54,15 @@ def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] =
     """
     if SKIPPED not in steps:
         return Saving(None, Reason("skipping_unused"))
-    taken: dict[str, list[float]] = {FULL: [], SKIPPED: []}
+    lengths: dict[str, list[float]] = {FULL: [], SKIPPED: []}
     for index in range(1, min(len(steps), len(began)) - 1):
         start, end = began[index], began[index + 1]
         if not any(start <= moment <= end for moment in disturbed):
-            taken[steps[index]].append(end - start)
-    if not all(taken.values()):
+            lengths[steps[index]].append(end - start)
+    if not all(lengths.values()):
         return Saving(None, Reason("skipping_unsure"))
-    full, skipped = (statistics.median(taken[kind]) for kind in (FULL, SKIPPED))
-    count = steps.count(SKIPPED)
-    how = Reason("skipping_saved", steps=count, skipped=f"{skipped:.3g}", full=f"{full:.3g}")
-    return Saving(count * (full - skipped), how)
+    full, skipped = (statistics.median(lengths[kind]) for kind in (FULL, SKIPPED))
+    return Saving(steps.count(SKIPPED) * (full - skipped), Reason("skipping_saved"))
 
 
 def together(*savings: Saving) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.report.run_record import records
-from comfy_accel.accel.report.text import text
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_freelunch import FreeU_V2
 from kit import tiny_models
@@ -479,7 +478,6 @@ def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(smal
         assert counts()[1] == 0 and why in records.deep_cache().why_full
         said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
         assert said and all(why in line and " 0 " not in line for line in said)
-        assert "0 of 0" not in text(records.last(), GraphCache().statistics(), None, [])
     assert torch.equal(sample(small_unet, **run), plain)
     sample(cached(small_unet), **run)
     assert counts()[1] and records.deep_cache().why_full is None, "once the other node is gone"

@@ -209,7 +209,7 @@ def test_report_comes_as_text_and_as_json(server):
     with urllib.request.urlopen(f"{server.url}/accel/report?format=text", timeout=60) as response:
         assert response.headers.get_content_type() == "text/plain"
         text = response.read().decode()
-    assert text.startswith("Accel Report") and "Last image: SD15" in text and "choose inductor" in text
+    assert text.startswith("Accel Report") and "Last image: SD15" in text and "Choose the backend inductor" in text
     answer = Client(server.url).get("/accel/report?format=json")
     assert answer["state"]["last_run"]["model"] == "SD15" and any("inductor" in line for line in answer["diagnosis"])
     refused(request(server, "/accel/report?format=pdf", method="GET"))
@@ -230,7 +230,7 @@ def test_report_node_runs_in_a_prompt(server):
     outputs = client.get(f"/history/{result.prompt_id}")[result.prompt_id]["outputs"]["report"]
     assert "reference: equal" in outputs["text"][0] and outputs["images"][0]["type"] == "temp"
     assert "Nothing in this workflow speeds the model up" in outputs["text"][0]
-    assert "choose inductor" not in outputs["text"][0], "advice for the earlier run"
+    assert "Choose the backend" not in outputs["text"][0], "advice for the earlier run"
 
 
 def test_clear_drops_everything_and_pages_are_told_what_happens_and_not_too_often(server):

@@ -69,7 +69,7 @@ def test_few_steps_are_said_to_be_too_few(by_hand):
     model = tiny_models.small_unet()
     plain = sample(model, 64, 64, steps=4)
     assert torch.equal(sample(sped_up(model, "Fast"), 64, 64, steps=4), plain)
-    assert said().endswith("too few steps to skip any")
+    assert said().endswith("no step skipped: with so few, each changes too much")
 
 
 def test_who_searches_for_speed_finds_this_node():
@@ -234,7 +234,7 @@ def test_of_several_nodes_on_the_way_the_one_at_work_has_the_line(lines, monkeyp
     }
     assert lines(graph, "15") == ["7", "10", "8"]
     said = {node: [part.code for part in line] for node, line in records.last().lines.items()}
-    assert said == {"7": ["line_traced"], "10": ["line_traced"], "8": ["line_few_steps"]}
+    assert said == {"7": ["line_traced"], "10": ["line_traced"], "8": ["line_none_skipped"]}
 
 
 def test_two_controlnets_with_equal_inputs_each_know_their_node(prompts, monkeypatch):

@@ -25,7 +25,7 @@ def test_gain_or_loss_of_a_call_times_calls():
 
 def test_calls_that_were_not_compared_count_nothing():
     saved = by_compiling(10, {benchmark([1.0] * 3, [2.0] * 3): 6})
-    assert saved.seconds == 6.0 and "6 of 10 calls" in str(saved.how)
+    assert saved.seconds == 6.0 and "at the sizes that were timed" in str(saved.how)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_a_real_benchmark_knows_its_gain_after_enough_calls():
 def test_skipped_steps_cost_less_than_full_ones():
     # Durations: F 5 (the first, left out), S 1, S 1, F 4, S 1, and the last, which has no end.
     saved = by_skipping("FSSFSF", (0.0, 5.0, 6.0, 7.0, 11.0, 12.0))
-    assert saved.seconds == 3 * (4.0 - 1.0)
-    assert "(3)" in str(saved.how)
+    assert saved == Saving(3 * (4.0 - 1.0), Reason("skipping_saved"))
 
 
 @pytest.mark.parametrize("steps", ["", "F", "FF", "FS", "FSF", "FSS"])
@@ -71,14 +70,9 @@ def test_sum_of_what_is_known():
 
 def test_savings_of_two_samplers_add_up_as_far_as_they_are_known():
     compiled, unknown = Saving(2.0, Reason("compiling_saved")), Saving(None, Reason("compiling_unsure"))
-    partly = Saving(1.0, Reason("compiling_saved_in_part", covered=1, calls=2))
     assert compiled.with_next(compiled) == Saving(4.0, compiled.how)
     assert compiled.with_next(unknown) == unknown.with_next(compiled) == compiled
     assert Saving().with_next(unknown) == unknown.with_next(Saving()) == unknown
-    both = compiled.with_next(partly).with_next(partly)  # of any number of samplers, such as an upscaler's tiles
-    assert both == Saving(4.0, Reason("compiling_saved_each"))
-    skipped = [Saving(1.0, Reason("skipping_saved", steps=steps, skipped="1", full="2")) for steps in (3, 4)]
-    assert skipped[0].with_next(skipped[1]) == Saving(2.0, Reason("skipping_saved_each"))
 
 
 def test_benchmarks_count_the_calls_at_their_size_and_the_entry_all():

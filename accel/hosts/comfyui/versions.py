@@ -176,11 +176,6 @@ def is_split_over_devices(options: dict) -> bool:
     return "multigpu_thread_device" in options
 
 
-def streams_weights() -> bool:
-    """Whether core streams weights to the device as they are needed ("dynamic VRAM", from 0.15.1 on)."""
-    return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
-
-
 # Comfy Compiler, from 0.34 on: around the blocks of some models, core records what is allocated and freed in one call,
 # and hands out the same addresses in the next. What outlives its scope leaks, and a recorded tensor that is freed in
 # another scope, or while recording is paused, ends the process. `comfy.model_prefetch`; the rules are comfy-aimdo's.
@@ -250,15 +245,6 @@ def _paused(recording: Any) -> Iterator[None]:
         yield
     finally:
         recording.resume()
-
-
-def comfyui_version() -> str | None:
-    """The release, such as "0.3.75"; None for a tree without a version."""
-    try:
-        from comfyui_version import __version__
-    except ImportError:
-        return None
-    return __version__
 
 
 def show_node_progress(node_id: str, value: int, of: int) -> None:

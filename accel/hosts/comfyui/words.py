@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...core.sentences import NOISE_UNSEEN, SENTENCES, counted
+from ...core.sentences import NOISE_UNSEEN, OF_THE_MACHINE, SENTENCES
+from ...report.facts import LOADED_IN_PART
 
 if TYPE_CHECKING:
     from ...core.reasons import Reason
+    from ...report.facts import Fact
 
 NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 """Parts of the names of samplers that add noise in each step."""
@@ -34,17 +36,30 @@ SENTENCES.update(
 )
 
 
-def none_skipped(why: Reason, steps: int, sampler: str | None) -> str:
-    """Why DeepCache skipped none of all `steps`, and what to do about it.
+_ADVICE = {
+    "line_traced": "Choose the backend inductor.",
+    LOADED_IN_PART: "A smaller or quantized model, a smaller batch, or closing other programs helps most.",
+    "few_steps": "It pays from about 20 steps on.",
+    "steps_differ": "Sample more steps, or choose Fast.",
+    NOISE_UNSEEN: "Use euler or dpmpp_2m.",
+    **dict.fromkeys(
+        ("cache_entries_full", "cache_bytes_full"), "Raise the graph cache's limits in the settings, under Accel."
+    ),
+    **dict.fromkeys(("patched", "attention_replaced", "attention_override"), "Without that patch they run compiled."),
+    **dict.fromkeys(("compiled_around", *OF_THE_MACHINE), ""),
+}
+"""By the code of a reason, or by the reason itself; empty where it says what to do by itself."""
 
-    why: as `headline.why_none_skipped` has it. sampler: its name in core.
-    """
-    begin = f"DeepCache skipped none of {counted(steps, 'step')}"
-    if why.code == "line_few_steps":
-        return f"{begin}: with so few, each changes too much. It pays from about 20 steps on."
-    if why.code == "line_all_full":
-        why_full = dict(why.fields)["why"]
-        return f"{begin}: {why_full}.{' Use euler or dpmpp_2m.' if why_full == NOISE_UNSEEN else ''}"
-    if sampler and any(part in sampler for part in (*NOISY, "lcm")):
-        return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or plan for fewer dB."
-    return f"{begin}: too much changed between them. Sample more steps, or choose Fast."
+
+def advice(why: Reason | str | None, sampler: str | None = None) -> str | None:
+    """What to do about it; None where there is nothing to do. sampler: its name in core."""
+    code = getattr(why, "code", why)
+    if code == "steps_differ" and sampler and any(part in sampler for part in (*NOISY, "lcm")):
+        return f"{sampler} adds new noise in each: use euler or dpmpp_2m, or plan for fewer dB."
+    return _ADVICE.get(code)
+
+
+def advised(fact: Fact, sampler: str | None = None) -> str:
+    """The fact's sentence, with advice at the end of its first line. sampler: as for `advice`."""
+    first, *details = fact.sentence.split("\n")
+    return "\n".join([f"{first} {advice(fact.why, sampler) or ''}".rstrip(), *details])

@@ -14,7 +14,7 @@ import torch
 from ...core.events import emit, log
 from ...modules.first_call import is_compiled
 from ...modules.substitution import Order, substituted
-from ...report.headline import why_none_skipped
+from ...report.facts import skipping_fact
 from ...report.run import Skipping
 from ...step_cache.cached_call import cached_call, with_own_lists
 from ...step_cache.config import DeepCacheSettings
@@ -273,7 +273,7 @@ class _Cache:
             run = self.run
             skipping = Skipping(run.letters, run.why_full, run.settings.quality, run.skipped_work, run.bytes)
             if not run.skipped_steps and run.why_full is None:
-                log.info("DeepCache, %d steps: %s.", run.full_steps, why_none_skipped(skipping, run.full_steps))
+                log.info("%s", skipping_fact(skipping).sentence)
             run.close()
             emit("deep_cache_run", skipping=skipping, began=run.began)
         self.run, self.evaluation, self.made = None, (-1,), None

@@ -93,7 +93,6 @@ class Run:
         self._progress = CompileProgress()
         self._lock = threading.Lock()
         self._states: dict[torch.nn.Module, _ModelState] = {}
-        self._evictions = cache.evictions
         self._contexts: set[int] = set()
         self._graphs = graphs and _may_have_graphs(cache)
         self._model_calls = 0
@@ -150,7 +149,6 @@ class Run:
             self._settings.measured,
             eager_calls=eager_calls,
             contexts=self.contexts,
-            evicted=self._cache.evictions - self._evictions,
             model_calls=self._model_calls,
         )
         emit("run_calls", totals=totals)

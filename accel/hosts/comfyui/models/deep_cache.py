@@ -18,9 +18,8 @@ from comfy.samplers import CFGGuider
 from ....core.errors import one_line
 from ....core.events import emit, log
 from ....modules.substitution import Order, drop_restored_forwards, has_foreign_forward, substituted
-from ....report.headline import why_none_skipped
+from ....report.facts import skipping_fact
 from ....report.run import Skipping
-from ....report.text import megabytes
 from ....step_cache.cached_call import cached_call, with_own_lists
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.features import BranchKey, Features
@@ -30,7 +29,7 @@ from ....step_cache.sampler_facts import SamplerFacts
 from ....step_cache.splits.layouts import find_split, numbers_kept, why_no_split
 from ..sizes.shape_errors import sizes_explained
 from ..versions import forget_prefetched, leading_node, unrecorded_context
-from ..words import none_skipped
+from ..words import advised
 from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
 from .options import SKIPS as KEY
@@ -194,12 +193,9 @@ class _Sampling:
         emit("deep_cache_run", skipping=skipping, began=() if run is None else run.began)
         if is_quiet:
             pass
-        elif skipping.skipped_steps:
-            counts = skipping.full_steps, len(letters), 100 * share, megabytes(kept)
-            log.info("DeepCache: %d of %d steps ran in full, %.0f %% of the work was skipped; kept %s for it.", *counts)
         elif letters:
             sampler = getattr(getattr(self._sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
-            log.info("%s", none_skipped(why_none_skipped(skipping, len(letters)), len(letters), sampler))
+            log.info("%s", advised(skipping_fact(skipping), sampler))
         elif run is None or run.why_full is None:
             log.warning("DeepCache: %s; every step ran in full.", why)
         if run is not None:

@@ -6,6 +6,7 @@ Imports nothing of ComfyUI; where that is loaded, as for the report, its attenti
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Iterator
 
@@ -48,7 +49,13 @@ def _parts() -> Iterator[tuple[str, str]]:
 
 def _of_core() -> str:
     version = getattr(sys.modules.get("comfyui_version"), "__version__", None)
-    return "" if version is None else f", ComfyUI {version}"
+    if version is None:
+        return ""
+    from ..versions import OLDEST  # which needs ComfyUI
+
+    is_old = tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST
+    oldest = ".".join(map(str, OLDEST))
+    return f", ComfyUI {version}" + (f" (update it: Accel is tested with {oldest} and later)" if is_old else "")
 
 
 def _device() -> str:

@@ -1,27 +1,30 @@
-"""The report of the Accel Report node and of the page's command, and the facts about ComfyUI and the machine in it."""
+"""The report of the Accel Report node and of the page's command: the facts of the last run, with advice first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ....cache.graph_cache import shared
-from ....compile.registry import DEFAULT, backend_named
-from ....core import toolchain
-from ....core.events import log
+from ....core.sentences import OF_THE_MACHINE
 from ....report import chart as report_chart
-from ....report import text as report
+from ....report.facts import Fact, cache_fact, facts_of
 from ....report.run import Run
 from ....report.run_record import records
 from .. import preferences
-from ..versions import OLDEST, comfyui_version, running_prompt, streams_weights
+from ..versions import running_prompt
+from ..words import advice, advised
 from . import panel
-from .diagnosis import NO_RUN, Facts, diagnose, nodes_of
+
+ALIKE_DB = 40.0
+"""PSNR above which a difference between two images is hard to see; at 30 dB it is visible side by side."""
 
 _ROWS = 20
 """Rows of the cache's table that are enough for a report."""
+
+_SPEEDS_UP = {"AccelSpeedUp", "AccelModel", "AccelDeepCache"}
 
 
 class Report(NamedTuple):
@@ -33,112 +36,97 @@ class Report(NamedTuple):
 
 def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> Report:
     """The report now. image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow."""
-    run, cache, store = _known()
-    decibels = comparison = None
-    if (image is None) != (reference is None):
-        missing = "image" if image is None else "reference"
-        comparison = f"Not compared: connect `{missing}` too."
-    if image is not None and reference is not None:
-        decibels = psnr(image, reference)
-        comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
-    words = report.text(run, cache, store, diagnose(_facts(run, cache, prompt)), comparison) + _of_machine()
-    chart = report_chart.draw(run, cache, decibels)
+    head, facts = _facts()
+    head += _compared(image, reference)
+    chart = report_chart.draw([*head, *(fact for fact in facts if fact.bar)])
     data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
-    return Report(words, data.reshape(1, chart.height, chart.width, 3).float() / 255)
+    return Report(_text(head, facts, prompt), data.reshape(1, chart.height, chart.width, 3).float() / 255)
 
 
 def text() -> str:
     """Only the text of the report."""
-    run, cache, store = _known()
-    return report.text(run, cache, store, diagnose(_facts(run, cache))) + _of_machine()
-
-
-def _of_machine() -> str:
-    return "\n".join(["\n\nThis machine:", *(f"  {line}" for line in panel.machine())])
+    return _text(*_facts())
 
 
 def facts_as_json() -> dict[str, Any]:
-    """What the report is made from, as JSON: {"state", "diagnosis"}."""
-    run, cache, _ = _known()
-    return {"state": panel.state(rows=_ROWS), "diagnosis": diagnose(_facts(run, cache))}
+    """What the report is made from, as JSON: {"state", "diagnosis"}, the latter being what to change."""
+    _, facts = _facts()
+    return {"state": panel.state(rows=_ROWS), "diagnosis": _changes(facts, None)[0]}
 
 
-def _known() -> tuple[Run | None, dict[str, Any], dict[str, Any] | None]:
-    """The last run, and the statistics of the cache and of its store."""
+def _facts() -> tuple[list[Fact], list[Fact]]:
+    """Of the last image and what it gained; and all others, of the cache last."""
     preferences.current()  # puts the cache's limits into force
-    return records.last(), shared.statistics(rows=0), shared.store and shared.store.statistics()
+    cache = cache_fact(shared.statistics(rows=0), shared.store and shared.store.statistics())
+    run = records.last()
+    if run is None:
+        return [Fact("No image was made with an accelerated model yet.")], [cache]
+    image, gain, *others = facts_of(run)
+    return [image, gain], [*others, cache]
 
 
-def _facts(run: Run | None, cache: dict[str, Any], prompt: Any = None) -> Facts:
-    """The facts for a diagnosis; gathering them waits for nothing and loads nothing.
+def _text(head: Sequence[Fact], facts: Sequence[Fact], prompt: Any = None) -> str:
+    changes, others = _changes(facts, prompt)
+    first, *then = changes or ["Nothing."]
+    paragraphs = [
+        ["Accel Report"],
+        [fact.sentence for fact in head],
+        ["Change first:", f"  {first}", *(["Then:"] if then else []), *(f"  {sentence}" for sentence in then)],
+        [fact.sentence for fact in others],
+        ["This machine:", *(f"  {line}" for line in panel.machine())],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
-    run, cache: see `Facts`. prompt: the workflow in API format, if known.
+
+def _changes(facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
+    """What to change, what stops everything first, then in the order of the facts; and the facts without advice."""
+    run = records.last()
+    elsewhere = _why_not_of_this_workflow(run, prompt)
+    if elsewhere is not None:
+        return [elsewhere], list(facts)
+    changes = [fact for fact in facts if advice(fact.why) is not None]
+    changes.sort(key=lambda fact: getattr(fact.why, "code", None) not in OF_THE_MACHINE)
+    sampler = None if run is None else run.sampler
+    return [advised(fact, sampler) for fact in changes], [fact for fact in facts if fact not in changes]
+
+
+def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
+    """What to do where the report's workflow made no image with our nodes; None where it did, or is not known.
+
+    prompt: the workflow in ComfyUI's API format.
     """
-    device = _or_none(_device)
-    total, others = _or_none(lambda: _memory(device)) or (None, None)
-    return Facts(
-        run=run or NO_RUN,
-        cache=cache,
-        nodes=nodes_of(prompt),
-        prompt=_or_none(running_prompt),
-        device="cpu" if device is None else device.type,
-        torch=torch.__version__,
-        comfyui=_or_none(comfyui_version),
-        oldest_comfyui=OLDEST,
-        compiles=backend_named(DEFAULT).missing() is None,
-        tool_missing=_or_none(lambda: _tool_missing(device)),
-        low_vram=_or_none(_low_vram),
-        streams_weights=bool(_or_none(streams_weights)),
-        memory_total=total,
-        memory_of_others=others,
+    nodes = prompt.values() if isinstance(prompt, Mapping) else ()
+    classes = {node.get("class_type") for node in nodes if isinstance(node, Mapping)}
+    if run is None and classes & _SPEEDS_UP:
+        return "Connect the image to `anything` of this node, so that it reports after the image."
+    if run is None:
+        return "Put Speed Up between the loaders and the sampler."
+    if not classes or classes & _SPEEDS_UP or run.prompt is not None and run.prompt == running_prompt():
+        return None
+    return (
+        "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler. The figures "
+        "are of an earlier workflow."
     )
 
 
-def _or_none(ask: Callable[[], Any]) -> Any:
-    """What core or torch answers, or None: a report must not fail a prompt."""
-    try:
-        return ask()
-    except Exception as error:
-        log.debug("a fact for the report is not known: %s", error)
-        return None
-
-
-def _device() -> torch.device:
-    from comfy.model_management import get_torch_device
-
-    return torch.device(get_torch_device())
-
-
-def _tool_missing(device: torch.device | None) -> str | None:
-    lacking = toolchain.lacking("cpu" if device is None else device.type)
-    return None if lacking is None else str(lacking)
-
-
-def _memory(device: torch.device | None) -> tuple[int, int] | None:
-    """Bytes of a CUDA device, and those that other programs hold; None for other devices."""
-    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total, total - free - torch.cuda.memory_reserved(device)
-
-
-def _low_vram() -> str | None:
-    from comfy.model_management import VRAMState, vram_state
-
-    return {VRAMState.LOW_VRAM: "lowvram", VRAMState.NO_VRAM: "novram"}.get(vram_state)
-
-
-def psnr(image: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """PSNR of two IMAGEs [B, H, W, C] of values in 0..1, in dB, averaged over the batch; 100 where they are equal.
-
-    None where their shapes differ: a report is no reason to fail a prompt.
-    """
+def _compared(image: torch.Tensor | None, reference: torch.Tensor | None) -> list[Fact]:
+    """How close two IMAGEs [B, H, W, C] are; nothing without them. A report is no reason to fail a prompt."""
+    if image is None and reference is None:
+        return []
+    if image is None or reference is None:
+        return [Fact(f"Not compared: connect `{'image' if image is None else 'reference'}` too.")]
     if image.shape != reference.shape:
-        return None
+        one, two = (f"{shape[2]}x{shape[1]} ({shape[0]})" for shape in (image.shape, reference.shape))
+        what = f"the image is {one} and the reference {two}; size and number must be the same"
+        return [Fact(f"Not compared: {what}.")]
+    decibels = psnr(image, reference)
+    if decibels >= 100:
+        return [Fact("Compared with the reference: equal.")]
+    seen = "hard to see" if decibels >= ALIKE_DB else "visible side by side"
+    return [Fact(f"Compared with the reference: {decibels:.1f} dB PSNR ({seen}).")]
+
+
+def psnr(image: torch.Tensor, reference: torch.Tensor) -> float:
+    """PSNR of two IMAGEs of values in 0..1, in dB, averaged over the batch; 100 where they are equal."""
     error = (image.double() - reference.double().to(image.device)).square().flatten(1).mean(1)
     return float((-10 * error.log10()).clamp(max=100.0).mean())
-
-
-def _unlike(image: torch.Tensor, reference: torch.Tensor) -> str:
-    one, two = (f"{shape[2]}x{shape[1]} ({shape[0]})" for shape in (image.shape, reference.shape))
-    return f"Not compared: the image is {one} and the reference {two}; size and number must be the same."

@@ -1,0 +1,258 @@
+"""What there is to say of a run, once: the report, its picture, the nodes' lines and the log show these facts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.reasons import Reason
+from ..core.sentences import EXPECTED, OF_CUDA_GRAPHS, counted
+from ..step_cache.run import FULL, SKIPPED
+from .run import Run, Skipping, rounded
+from .savings import together
+
+MUCH_UNCOMPILED = 0.1
+"""Fraction of a run's calls of blocks from which on it matters that they ran uncompiled."""
+
+FEW_STEPS = 12
+"""Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
+
+LOADED_IN_PART = "the model is loaded in part"
+"""What kept a run from gaining more."""
+
+_MOST_REASONS = 8
+_MOST_BLOCKS = 3
+_LONGEST_TIMELINE = 100
+
+
+class Part(NamedTuple):
+    """A part of a bar, its length in any unit. is_gone: it was saved, or is not in use."""
+
+    length: float
+    name: str
+    is_gone: bool = False
+
+
+class Fact(NamedTuple):
+    """Something to say.
+
+    sentence: with lines of details, indented, after it. line: the same for a node, in parts of a few words.
+    why: what kept the run from gaining more, which a host may have advice on. bar: what a picture shows of it.
+    """
+
+    sentence: str
+    line: Sequence[Reason] = ()
+    why: Reason | str | None = None
+    bar: Sequence[Part] = ()
+
+
+def facts_of(run: Run, node: str | None = None) -> list[Fact]:
+    """The facts of a run, what it made and gained first. node: only of what this node did in it."""
+    both = run.compiling, run.caching
+    compiles, skips = (bool(settings) and node in (None, settings.get("node")) for settings in both)
+    facts = [_image(run), _gain(run, compiles, skips)]
+    if run.loaded_share is not None and run.loaded_share < 0.98:
+        facts.append(_loaded_in_part(run.loaded_share))
+    if compiles:
+        facts.append(_compiling(run))
+    if skips and (run.skipping.steps_taken or run.skipping.why_full is not None):
+        facts.append(skipping_fact(run.skipping, run.samplings))
+    return [*facts, *_uncompiled(run)]
+
+
+def line_of(run: Run, node: str) -> list[Reason]:
+    """The line of a node that took part in a run that is over, in parts.
+
+    Empty for a run that an error ended, and where the node has nothing new to say: the line of the run before stays.
+    """
+    facts = facts_of(run, node)
+    return [part for fact in (facts[:1] if run.failed else facts[1:]) for part in fact.line]
+
+
+def size_of(run: Run) -> str:
+    """The size of a run's images, such as "512x512, batch 2"; that of its latent where they have none."""
+    latent = run.latent
+    if run.pixels:
+        return f"{run.pixels[0]}x{run.pixels[1]}, batch {latent[0]}"
+    if len(latent) < 3:
+        return "latent " + "x".join(map(str, latent)) if latent else "latent unknown"
+    return f"latent {'x'.join(map(str, latent[2:]))}, batch {latent[0]}"
+
+
+def _image(run: Run) -> Fact:
+    contexts = run.totals.contexts
+    steps = "" if run.steps is None else f", {counted(run.steps, 'step')}"
+    sampler = f" of {run.sampler}" if run.sampler and steps else ""
+    tokens = f", prompt of {' and '.join(map(str, contexts))} tokens" if contexts else ""
+    samplers = f" in {run.samplings} samplers" if run.samplings > 1 else ""
+    end, line = "", []
+    if run.failed and run.steps_done is None:
+        end = ", until it failed or was stopped"
+    elif run.failed:
+        end = f", until it was stopped after {counted(run.steps_done, 'step')}"
+        line = [] if run.steps is None else [Reason("line_stopped", done=run.steps_done, steps=run.steps)]
+    what = f"{run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}"
+    return Fact(f"Last image: {what}: {seconds(run.seconds)}{end}.", line)
+
+
+def _gain(run: Run, compiles: bool, skips: bool) -> Fact:
+    own = [saving for saving, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
+    known = together(*own)
+    saved, how = known["saved_seconds"], known["saved_how"]
+    making = min(run.compile_seconds + run.load_seconds, run.seconds)
+    bar = [
+        Part(run.seconds - making, f"sampling {seconds(run.seconds - making)}"),
+        Part(making, f"compiling or loading {seconds(making)}"),
+        Part(max(saved or 0.0, 0.0), f"saved {seconds(saved or 0.0)}", is_gone=True),
+    ]
+    if saved is None:
+        sentence = f"Time saved: not known. {how}"
+    elif saved < 0:
+        sentence = f"Time saved: none; it took about {seconds(-saved)} longer.\n  How this is known: {how}"
+    else:
+        without = run.seconds + saved
+        share = f" ({saved / without:.0%})" if without > 0 else ""
+        sentence = f"Time saved: about {seconds(saved)} of the {seconds(without)} that it would have taken{share}."
+        sentence += f"\n  How this is known: {how}"
+    return Fact(sentence, run.gain_by(*own), bar=bar)
+
+
+def _loaded_in_part(share: float) -> Fact:
+    return Fact(
+        f"Only {share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, which takes "
+        "longer than compiling saves.",
+        why=LOADED_IN_PART,
+    )
+
+
+def _compiling(run: Run) -> Fact:
+    totals, word = run.totals, "traced" if run.is_traced else "compiled"
+    calls = totals.compiled_calls + totals.eager_calls
+    share = f" ({totals.compiled_calls / calls:.0%})" if calls else ""
+    how = "traced but uncompiled (backend eager)" if run.is_traced else "compiled"
+    lines = [f"Compiling: {totals.compiled_calls} of {calls} block calls{share} ran {how}."]
+    if run.blocks:
+        lines.append(f"{counted(run.blocks, 'block')} of {counted(run.kinds, 'type')} can be {word}.")
+    if run.compilations:
+        lines.append(
+            f"This run {word} {counted(run.compilations, 'graph')} in {seconds(run.compile_seconds)}; the next image "
+            "does without."
+        )
+    if run.loaded:
+        lines.append(f"It loaded {counted(run.loaded, 'graph')} from disk in {seconds(run.load_seconds)}.")
+    if totals.model_calls:
+        lines.append(f"{totals.replays} of {counted(totals.model_calls, 'model call')} replayed a CUDA graph.")
+    if run.captures:
+        lines.append(f"It captured {counted(run.captures, 'CUDA graph')} in {seconds(run.capture_seconds)}.")
+    if not run.compilations and not run.loaded and totals.compiled_calls:
+        lines.append("All graphs were there already.")
+    bar = [Part(totals.compiled_calls, f"{word} {totals.compiled_calls}")]
+    bar.append(Part(totals.eager_calls, f"uncompiled {totals.eager_calls}"))
+    is_only_traced = run.is_traced and totals.compiled_calls > 0
+    why = Reason("line_traced") if is_only_traced else None
+    return Fact("\n  ".join(lines), [*_compiled_line(run), *_uncompiled_line(run)], why, bar)
+
+
+def _compiled_line(run: Run) -> list[Reason]:
+    if not run.totals.compiled_calls and not run.totals.replays:
+        left = sorted(run.left_eager, key=run.left_eager.__getitem__, reverse=True)
+        return [Reason("line_not_compiled", why=[*run.why_uncompiled(), *left, Reason("compiling_unused")][0])]
+    if run.is_traced:
+        return [Reason("line_traced")]
+    if not run.compiled_total:
+        return [Reason("line_loaded")] if run.loaded else []
+    images = run.pays_back_after
+    if not run.compilations and (images is None or run.images > images):
+        return []  # it was said, and has paid off, or is not going to
+    parts = [Reason("line_compiled", seconds=rounded(run.compiled_total))]
+    if run.totals.by_compiling.seconds is None:
+        return [*parts, Reason("line_unmeasured")] if run.compilations else parts
+    if images is None:
+        return parts
+    return [*parts, Reason("line_paid_back", images=images) if images > 1 else Reason("line_paid_back_at_once")]
+
+
+def _uncompiled_line(run: Run) -> list[Reason]:
+    """What ran uncompiled beside compiled blocks, where something is wrong with it."""
+    compiled, eager = run.totals.compiled_calls, run.totals.eager_calls
+    why = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
+    if not compiled or eager < MUCH_UNCOMPILED * (compiled + eager) or why is None:
+        return []
+    return [Reason("line_partly", share=f"{eager / (compiled + eager):.0%}", why=why)]
+
+
+def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
+    """What DeepCache did in so many samplings."""
+    letters, number = skipping.steps_taken, len(skipping.steps_taken)
+    if not skipping.skipped_steps:
+        why = why_none_skipped(skipping, samplings)
+        what = f"none of {counted(number, 'step')}" if number else "no step"
+        return Fact(f"DeepCache skipped {what}: {why}.", [Reason("line_none_skipped", why=why)], why)
+    skipped = f"DeepCache skipped {skipping.skipped_steps} of {counted(number, 'step')}"
+    if skipping.target_db is None:
+        line = Reason("line_skipped", skipped=skipping.skipped_steps, steps=number)
+    else:
+        share = f"{skipping.skipped_work or 0:.0%}"
+        line = Reason("line_quality", asked=f"{skipping.target_db:g}", share=share)
+        skipped += f", {share} of the work, as planned for {skipping.target_db:g} dB"
+    if skipping.kept_bytes:
+        skipped += f"; {megabytes(skipping.kept_bytes)} of features kept for it"
+    shown = letters if number <= _LONGEST_TIMELINE else f"{letters[:_LONGEST_TIMELINE]}..."
+    bar = [Part(1, "skipped", is_gone=True) if letter == SKIPPED else Part(1, "full") for letter in letters]
+    return Fact(f"{skipped}.\n  {shown}   ({FULL} full, {SKIPPED} skipped)", [line], bar=bar)
+
+
+def why_none_skipped(skipping: Skipping, samplings: int = 1) -> Reason | str:
+    """Why DeepCache skipped no step in so many samplings."""
+    if skipping.why_full is not None:
+        return skipping.why_full
+    if len(skipping.steps_taken) / samplings < FEW_STEPS:
+        return Reason("few_steps")
+    return Reason("steps_differ")
+
+
+def _uncompiled(run: Run) -> list[Fact]:
+    """A fact for each reason, the most frequent first."""
+    facts = []
+    for why, calls in run.reasons().items():
+        names = ", ".join(list(calls)[:_MOST_BLOCKS]) + (" and others" if len(calls) > _MOST_BLOCKS else "")
+        how = "" if why.code in OF_CUDA_GRAPHS else " ran uncompiled"
+        facts.append(Fact(f"{counted(calls.total(), 'call')} of {names}{how}: {_clause(why)}.", why=why))
+    left = sorted(run.left_eager.items(), key=lambda row: -row[1])
+    facts += [
+        Fact(f"{blocks} of {counted(blocks + run.blocks, 'block')} cannot be compiled: {_clause(why)}.")
+        for why, blocks in left
+    ]
+    more = len(facts) - _MOST_REASONS
+    return facts if more <= 0 else [*facts[:_MOST_REASONS], Fact(f"There are {counted(more, 'more reason')}.")]
+
+
+def _clause(why: Reason) -> str:
+    return str(why).rstrip(".")
+
+
+def cache_fact(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> Fact:
+    """How full the cache is, and what it did since the start. cache, store: what `statistics` gives."""
+    used, limit = cache["bytes"], cache["max_bytes"]
+    totals = f"{cache['compilations']} compiled in {seconds(cache['seconds'])}, {cache['loaded']} loaded"
+    lines = [
+        f"Graph cache: {counted(cache['graphs'], 'graph')}, {megabytes(used)} of {megabytes(limit)}.",
+        f"Since the start: {totals}, used {counted(cache['hits'], 'time')}, {cache['evictions']} dropped.",
+    ]
+    if store is not None:
+        lines.append(f"On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")
+    bar = [Part(used, "in use"), Part(max(limit - used, 0), "free", is_gone=True)]
+    return Fact("\n  ".join(lines), bar=bar)
+
+
+def seconds(value: float) -> str:
+    """A time in words: 0.02 s, 3.4 s, 2 min 05 s."""
+    if value < 60:
+        return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def megabytes(value: int) -> str:
+    """A number of bytes in MB."""
+    return f"{value / (1 << 20):.1f} MB" if value < 10 << 20 else f"{value / (1 << 20):.0f} MB"

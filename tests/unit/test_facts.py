@@ -1,0 +1,349 @@
+"""What is said of a run: facts for the report and its picture, and the lines on nodes."""
+
+import dataclasses
+import json
+
+import pytest
+from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.core.sentences import NOISE_UNSEEN
+from comfy_accel.accel.hosts.comfyui.words import advice, advised
+from comfy_accel.accel.report import chart
+from comfy_accel.accel.report.facts import LOADED_IN_PART, Fact, cache_fact, facts_of, line_of, seconds, skipping_fact
+from comfy_accel.accel.report.run import Skipping, Totals
+from comfy_accel.accel.report.run_record import RunRecords
+from comfy_accel.accel.report.savings import Saving
+from kit.blocks import in_new_process
+from kit.run_facts import run_of
+
+CACHE = {
+    **{"graphs": 11, "hits": 3000, "compilations": 9, "loaded": 3, "seconds": 44.0, "evictions": 2},
+    **{"bytes": 7 << 20, "max_bytes": 2 << 30},
+}
+COMPILING, CACHING = {"node": "3"}, {"node": "4"}
+NOT_CAPTURED = Reason("not_captured", why=Reason("amd"))
+
+
+def saved(seconds):
+    return Saving(seconds, Reason("compiling_saved"))
+
+
+RUN = run_of(
+    model="SDXL",
+    latent=(1, 4, 90, 120),
+    steps=30,
+    sampler="dpmpp_2m",
+    compiling={"backend": "inductor", "shapes": "any size", "check_gain": True},
+    caching={"interval": 3},
+    contexts=(77,),
+    seconds=8.0,
+    compiled_calls=90,
+    eager_calls=10,
+    blocks=70,
+    kinds=9,
+    left_eager={Reason("forward_replaced"): 2},
+    compilations=2,
+    compile_seconds=1.2,
+    loaded=3,
+    load_seconds=0.3,
+    fallbacks={
+        ("BasicTransformerBlock", Reason("patched", patch="attn2_patch")): 9,
+        ("ResBlock", Reason("patched", patch="attn2_patch")): 1,
+        ("SDXL", NOT_CAPTURED): 6,
+    },
+    model_calls=60,
+    replays=54,
+    captures=2,
+    capture_seconds=0.4,
+    loaded_share=0.4,
+    steps_taken="FFSSFS",
+    target_db=40.0,
+    skipped_work=0.46,
+    kept_bytes=12 << 20,
+    by_compiling=saved(0.5),
+    by_skipping=Saving(1.5, Reason("skipping_saved")),
+)
+
+
+def sentences(run=RUN):
+    return "\n".join(fact.sentence for fact in facts_of(run))
+
+
+def changed(run, **facts):
+    """The same run, but for facts of its skipping."""
+    return dataclasses.replace(run, skipping=dataclasses.replace(run.skipping, **facts))
+
+
+def test_sentences_say_what_was_made_gained_compiled_and_skipped_and_what_was_not():
+    said = sentences()
+    for sentence in (
+        "SDXL, latent 90x120, batch 1, prompt of 77 tokens, 30 steps of dpmpp_2m: 8.0 s.",
+        "about 2.0 s of the 10.0 s that it would have taken (20%)",
+        "How this is known: Compiling: the median time",
+        "Only 40% of the model fits",
+        "90 of 100 block calls (90%) ran compiled",
+        "70 blocks of 9 types can be compiled",
+        "This run compiled 2 graphs in 1.2 s; the next image does without",
+        "loaded 3 graphs from disk in 0.3 s",
+        "54 of 60 model calls replayed a CUDA graph",
+        "captured 2 CUDA graphs in 0.4 s",
+        "skipped 3 of 6 steps, 46% of the work, as planned for 40 dB; 12 MB of features kept for it.\n  FFSSFS   (F",
+        "10 calls of BasicTransformerBlock, ResBlock ran uncompiled: another node patches it (attn2_patch).",
+        "6 calls of SDXL: not captured as a CUDA graph: CUDA graphs are not used on AMD cards.",
+        "2 of 72 blocks cannot be compiled: another extension",
+    ):
+        assert said.count(sentence) == 1, sentence
+    assert said.startswith("Last image") and max(map(len, said.splitlines())) < 420
+    assert json.dumps(RUN.as_json()).count("another extension has replaced its forward") == 1
+
+
+def test_many_reasons_are_counted_and_the_most_frequent_told():
+    rows = {(f"Block{number % 5}", Reason("compile_failed", error=f"error {number // 5}")): 1 for number in range(60)}
+    told = facts_of(run_of(fallbacks=rows))[2:]
+    assert len(told) == 9 and told[-1].sentence == "There are 4 more reasons."
+    assert told[0].sentence == "5 calls of Block0, Block1, Block2 and others ran uncompiled: error 0."
+
+
+def test_the_cache_says_how_full_it_is():
+    said = cache_fact(CACHE, {"loaded": 3, "saved": 6}).sentence
+    assert "11 graphs, 7.0 MB of 2048 MB" in said and "2 dropped" in said and "3 loaded and 6 saved" in said
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, "Time saved: not known. Nothing of this run was measured."),
+        ({"compiling": COMPILING, "by_compiling": saved(-0.5)}, "it took about 0.5 s longer"),
+        ({"failed": True}, "1.0 s, until it failed or was stopped."),
+        ({"failed": True, "steps": 20, "steps_done": 8}, "1.0 s, until it was stopped after 8 steps."),
+        ({"compiling": COMPILING, "compiled_calls": 5}, "All graphs were there already."),
+        ({"compiling": {"backend": "eager"}, "compiled_calls": 5}, "5 of 5 block calls (100%) ran traced but uncomp"),
+    ],
+)
+def test_unknown_is_not_a_number_and_a_loss_is_called_one(facts, said):
+    assert said in sentences(run_of(model="SD15", latent=(1, 4, 8, 8), seconds=1.0, **facts))
+
+
+def test_traced_blocks_are_called_neither_compiled_nor_captured():
+    eager = {"backend": "eager"}
+    said = sentences(run_of(model="SD15", seconds=1.0, compiling=eager, compiled_calls=5, blocks=5, kinds=1))
+    assert "5 blocks of 1 type can be traced" in said and "captured" not in said and "ran compiled" not in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.021, "0.021 s"), (3.44, "3.4 s"), (59.94, "59.9 s"), (125, "2 min 05 s")]
+)
+def test_seconds_for_people(value, said):
+    assert seconds(value) == said
+
+
+# What to do about it
+
+
+@pytest.mark.parametrize(
+    ("facts", "sampler", "said"),
+    [
+        ({"steps_taken": "F" * 6}, "euler", "none of 6 steps: with so few, each changes too much. It pays from about"),
+        ({"steps_taken": "F" * 30}, "euler", "none of 30 steps: too much changed between them. Sample more steps, or"),
+        ({"steps_taken": "F" * 30}, "euler_ancestral", "euler_ancestral adds new noise in each: use euler"),
+        ({"steps_taken": "FF", "why_full": NOISE_UNSEEN}, "ddpm", "knows nothing of it. Use euler or dpmpp_2m."),
+        ({"why_full": "another node makes the calls"}, "euler", "DeepCache skipped no step: another node makes"),
+    ],
+)
+def test_why_no_step_was_skipped_comes_with_what_to_do(facts, sampler, said):
+    assert said in advised(skipping_fact(Skipping(**facts)), sampler)
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "said"),
+    [
+        ({"compiling": {"backend": "eager"}, "compiled_calls": 5}, "line_traced", "inductor"),
+        ({"loaded_share": 0.4}, LOADED_IN_PART, "smaller batch"),
+        ({"fallbacks": {("Block", Reason("patched", patch="attn2")): 9}}, "patched", "Without that patch"),
+        ({"fallbacks": {("Block", Reason("cache_bytes_full", megabytes="2")): 9}}, "cache_bytes_full", "limits"),
+        ({"fallbacks": {("Block", Reason("no_triton", command="pip install triton")): 9}}, "no_triton", "pip install"),
+        ({"fallbacks": {("Block", Reason("slower", compiled="2", eager="1")): 9}}, "slower", None),
+        ({"fallbacks": {("Block", Reason("autocast")): 9}}, "autocast", None),
+    ],
+)
+def test_advice_is_given_where_somebody_can_act_on_it(facts, code, said):
+    (fact,) = [fact for fact in facts_of(run_of(**facts)) if getattr(fact.why, "code", fact.why) == code]
+    assert (advice(fact.why) is None) == (said is None) and (said or "") in advised(fact)
+    assert advised(fact).splitlines()[0].endswith(".")
+
+
+def test_where_all_is_well_nothing_is_to_be_changed():
+    well = run_of(compiling=COMPILING, compiled_calls=9, loaded_share=1.0, caching=CACHING, steps_taken="FS")
+    assert [fact.why for fact in facts_of(well)] == [None] * 4
+
+
+# The line on a node
+
+
+def run(**facts):
+    facts = {"compiling": COMPILING, "seconds": 6.8, "compiled_calls": 900, "compiled_seconds": {"": 14.0}, **facts}
+    return run_of(**facts)
+
+
+def line(node="3", **facts):
+    return " · ".join(map(str, line_of(run(**facts), node)))
+
+
+def uncompiled(*reasons):
+    return {("Block", reason): 9 - place for place, reason in enumerate(reasons)}
+
+
+SAID = [
+    ({"by_compiling": saved(2.1)}, "1.31× · 2.1 s saved · compiled once in 14 s · paid back after 7 images"),
+    ({"by_compiling": saved(2.1), "seconds": 20.8, "compile_seconds": 14.0, "compilations": 4}, "1.31× · 2.1 s saved"),
+    ({"by_compiling": saved(0.01), "compilations": 4}, "no faster than without Accel · compiled once in 14 s"),
+    ({"by_compiling": saved(-0.1)}, "no faster than without Accel"),
+    ({"by_compiling": saved(-1.0)}, "1.0 s slower than without Accel"),
+    ({"compilations": 4}, "compiled once in 14 s · gain known after the next image"),
+    ({"loaded": 4, "compiled_seconds": {}}, "compiled graphs loaded from disk"),
+    ({"compiled_calls": 0, "fallbacks": uncompiled(NOT_CAPTURED, Reason("autocast"))}, "not compiled: autocast is"),
+    (
+        {"by_compiling": saved(2.1), "eager_calls": 600, "fallbacks": uncompiled(Reason("autocast"))},
+        "1.31× · 2.1 s saved · compiled once in 14 s · paid back after 7 images · 40% uncompiled: autocast is on",
+    ),
+    (
+        {
+            **{"by_compiling": saved(2.1), "eager_calls": 600},
+            "fallbacks": uncompiled(Reason("slower", compiled="3.2", eager="3.0")),
+        },
+        "1.31× · 2.1 s saved · compiled once in 14 s · paid back after 7 images",
+    ),
+    ({"compiled_calls": 0, "left_eager": {Reason("no_blocks"): 3, Reason("training"): 9}}, "not compiled: it is being"),
+    ({"compiling": {**COMPILING, "backend": "eager"}, "compilations": 4}, "traced but uncompiled (backend eager)"),
+    ({"compiled_calls": 0}, "not compiled: No compiled block ran."),
+    ({"by_compiling": saved(20.0)}, "3.94× · 20 s saved · compiled once in 14 s · paid back at once"),
+    (
+        {"by_compiling": saved(4.0), "latent": (8, 4, 64, 64)},
+        "1.59× · 4.0 s saved · compiled once in 14 s · paid back after 28",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "said"), SAID, ids=[said[:40] for _, said in SAID])
+def test_compiling_says_what_it_gained_or_what_stands_in_the_way(facts, said):
+    assert line(**facts).startswith(said) and ("uncompiled: " in said) == ("uncompiled: " in line(**facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"steps_taken": "FFFSSFSSFSSF"}, "6 of 12 steps skipped"),
+        ({"steps_taken": "FFFF"}, "no step skipped: with so few, each changes too much"),
+        ({"steps_taken": "F" * 20}, "no step skipped: too much changed between them"),
+        ({"steps_taken": "F" * 20, "samplings": 2}, "no step skipped: with so few, each changes too much"),
+        ({"steps_taken": "F" * 20, "why_full": "levels go up and down"}, "no step skipped: levels go up and down"),
+        ({"why_full": "another node makes the calls"}, "no step skipped: another node makes the calls"),
+        (
+            {"target_db": 40.0, "steps_taken": "FFSS", "skipped_work": 0.46},
+            "planned for 40 dB, 46% of the work skipped",
+        ),
+        (
+            {"target_db": 40.0, "steps_taken": "F" * 4, "skipped_work": 0.0},
+            "no step skipped: with so few, each changes too much",
+        ),
+    ],
+)
+def test_skipping_says_how_much_or_why_none(facts, said):
+    assert line("4", compiling=None, caching=CACHING, **facts) == said
+
+
+def test_each_node_tells_of_its_own_part_and_one_that_does_both_of_both():
+    facts = {"by_compiling": saved(2.0), "by_skipping": saved(3.0), "caching": CACHING, "steps_taken": "FFSS"}
+    assert line("3", **facts).startswith("1.29× · 2.0 s saved · compiled")
+    assert line("4", **facts) == "1.44× · 3.0 s saved · 2 of 4 steps skipped"
+    both = line("3", **{**facts, "caching": COMPILING})
+    assert both.startswith("1.74× · 5.0 s saved · compiled once") and both.endswith("2 of 4 steps skipped")
+
+
+def test_seconds_of_compiling_are_those_of_all_runs_of_the_model():
+    records = RunRecords()
+    for compiled in (9.0, 5.0):
+        records.hear("run_start", {"owner": 1, "model": "SDXL", "compiling": COMPILING})
+        records.hear("compile_end", {"name": "Block", "seconds": compiled})
+        records._open[next(iter(records._open))][-1].run.totals = Totals(compiled_calls=10)
+        records.hear("run_end", {"owner": 1, "failed": False})
+    assert "compiled once in 14 s" in said(records)
+
+
+def said(records, node="3"):
+    return " · ".join(map(str, records.last().lines[node]))
+
+
+def test_what_compiling_took_is_not_said_for_ever():
+    """Until it has paid off; where it never will, once."""
+    facts = {"by_compiling": saved(2.1)}
+    assert line(**facts, images=7).endswith("paid back after 7 images")
+    assert line(**facts, images=8) == "1.31× · 2.1 s saved"
+    assert line(by_compiling=saved(-1.0), images=2) == "1.0 s slower than without Accel"
+
+
+def test_an_interrupted_run_says_how_far_it_came_and_no_speed():
+    records = RunRecords()
+    for prompt, done in (("a", 8), ("b", None), ("c", 0)):
+        records.hear("run_start", {"owner": 1, "prompt": prompt, "steps": 200, "compiling": COMPILING})
+        records.hear("run_end", {"owner": 1, "failed": True, "steps_done": done})
+        assert records.last().times_by(saved(2.0)) is None
+        assert records.last().lines == ({} if done is None else {"3": [Reason("line_stopped", done=done, steps=200)]})
+    assert "stopped after 0 of 200 steps" in said(records)
+
+
+def test_an_interrupt_in_the_second_pass_counts_the_steps_of_both():
+    records = RunRecords()
+    for failed, steps, done in ((False, 20, None), (True, 10, 3)):
+        records.hear("run_start", {"owner": 1, "prompt": "a", "steps": steps, "compiling": COMPILING})
+        records.hear("run_end", {"owner": 1, "failed": failed, "steps_done": done})
+    assert said(records) == "stopped after 23 of 30 steps"
+
+
+def test_images_are_counted_once_for_all_passes_of_a_prompt():
+    records = RunRecords()
+    for prompt in ("a", "a", "b", None):
+        records.hear("run_start", {"owner": 1, "model": "SDXL", "prompt": prompt, "latent": (2, 4, 8, 8)})
+        records.hear("run_end", {"owner": 1, "failed": False})
+    assert records.last().images == 6
+
+
+def test_failed_runs_and_nodes_with_nothing_new_leave_the_line_before():
+    assert line(failed=True, by_compiling=saved(2.1)) == ""
+    assert line(compiled_seconds={}) == ""
+
+
+# The picture
+
+
+def colours(picture):
+    return {colour for _, colour in picture.getcolors(1 << 20)}
+
+
+def rgb(colour):
+    return tuple(bytes.fromhex(colour[1:]))
+
+
+def test_chart_shows_time_calls_steps_and_budget():
+    picture = chart.draw([*facts_of(RUN), cache_fact(CACHE, None)])
+    assert picture.mode == "RGB" and picture.width == 512 and 300 < picture.height < 600
+    assert {rgb(chart.BLUE), rgb(chart.ORANGE)} <= colours(picture)
+
+
+def test_widths_of_the_time_bar_are_its_shares():
+    picture = chart.draw(facts_of(RUN)[:2])
+    rows = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
+    # 6.5 s of sampling, 1.5 s of compiling and loading, 2 s saved, on 480 pixels.
+    assert abs(max(row.count(rgb(chart.ORANGE)) for row in rows) - 480 * 1.5 / 10) <= 2
+    assert abs(max(row.count(rgb(chart.BLUE)) for row in rows) - 480 * 6.5 / 10) <= 2
+
+
+def test_chart_of_nothing_and_of_long_names_is_drawn():
+    assert chart.draw([Fact("Nothing.")]).height < chart.draw(facts_of(RUN)).height
+    wide = run_of(model="A" * 400, latent=tuple(range(1, 7)), seconds=0.0, steps_taken="FS" * 400, caching=CACHING)
+    empty = {**CACHE, "bytes": 0, "max_bytes": 0}
+    assert chart.draw([*facts_of(wide), cache_fact(empty, None)]).width == 512
+
+
+def test_importing_the_chart_loads_no_pillow():
+    code = "import comfy_accel.accel.report.chart; print('PIL' in sys.modules, 'matplotlib' in sys.modules)"
+    assert in_new_process(code).split() == ["False", "False"]
