@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.reasons import Reason
-from ..core.sentences import EXPECTED, OF_CUDA_GRAPHS, counted
+from ..core.sentences import EXPECTED, LOADED_IN_PART, OF_CUDA_GRAPHS, counted
 from ..step_cache.run import FULL, SKIPPED
 from .run import Run, Skipping, rounded
 from .savings import together
@@ -16,9 +16,6 @@ MUCH_UNCOMPILED = 0.1
 
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
-
-LOADED_IN_PART = "the model is loaded in part"
-"""What kept a run from gaining more."""
 
 _MOST_REASONS = 8
 _MOST_BLOCKS = 3

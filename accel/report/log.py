@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 from ..cache.entry import id_of
-from ..cache.graph_cache import shared
 from ..core.events import log, subscribe
 from ..core.settings import DEBUG, NORMAL, QUIET
 
@@ -18,8 +16,6 @@ VARIABLE = "ACCEL_DEBUG"
 
 _LEVELS = {QUIET: logging.ERROR, NORMAL: logging.NOTSET, DEBUG: logging.DEBUG}
 """NOTSET: the level of the program around us."""
-
-_KEYED = {"graph_hit": "hit", "graph_loaded": "loaded", "compile_start": "miss, compiling", "compile_end": "compiled"}
 
 _has_begun = False
 """Whether compiling was announced in this run."""
@@ -76,53 +72,13 @@ def _log_compiling(name: str, data: dict[str, Any]) -> None:
 
 
 def _log_event(name: str, data: dict[str, Any]) -> None:
+    """An event, with its graph's key by its id; the key itself once, where a graph is made or loaded."""
     key = data.get("key")
-    seconds = f" in {data['seconds']:.3f} s" if isinstance(data.get("seconds"), float) else ""
-    if name == "compile_failed":
-        log.debug("%s %s: not compiled%s: %s", data["name"], id_of(key), seconds, data["reason"])
-    elif name in _KEYED:
-        why = f": {why_missed(key, shared.keys(), data['graphs'])}" if name == "compile_start" else ""
-        log.debug("%s %s: %s%s%s", data["name"], id_of(key), _KEYED[name], seconds, why)
-        if name != "graph_hit":
-            log.debug("key %s: %r", id_of(key), key)
-    else:
-        log.debug("%s: %s", name, ", ".join(f"{field} {value}" for field, value in data.items() if field != "lease"))
-
-
-def why_missed(key: Hashable, others: Iterable[Hashable], graphs: int) -> str:
-    """How a `GraphKey` differs from the nearest one in the cache, in words. graphs: how many there are under it."""
-    if not is_dataclass(key):
-        return "nothing is known under this key"
-    alike = [other for other in others if type(other) is type(key) and other != key and _name(other) == _name(key)]
-    if not alike:
-        return "its graphs do not fit this call" if graphs else "it is the first of its kind"
-    differences = min((_differences(key, other) for other in alike), key=len)
-    return f"the nearest of {len(alike)} others of this name differs in {'; '.join(differences)}"
-
-
-def _name(key: Any) -> str:
-    return getattr(getattr(key, "kind", None), "name", "")
-
-
-def _differences(key: Any, other: Any) -> list[str]:
-    """The fields in which two keys differ, with the first two values of a pair of equally long tuples that differ."""
-    found = []
-    for field in fields(key):
-        one, two = getattr(key, field.name), getattr(other, field.name)
-        if one == two:
-            continue
-        if isinstance(one, tuple) and isinstance(two, tuple) and len(one) == len(two):
-            place = next(index for index, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1])
-            values = f"{_short(two[place])} there, {_short(one[place])} here"
-            found.append(f"{field.name}[{place}] ({values})")
-        else:
-            found.append(field.name)
-    return found
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    values = {"key": id_of(key)} if key is not None else {}
+    values |= {field: value for field, value in data.items() if field not in ("lease", "key")}
+    log.debug("%s: %s", name, ", ".join(f"{field} {value}" for field, value in values.items()))
+    if name in ("compile_start", "graph_loaded"):
+        log.debug("key %s: %r", id_of(key), key)
 
 
 subscribe(_log_compiling)

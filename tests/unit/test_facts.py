@@ -5,10 +5,10 @@ import json
 
 import pytest
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.core.sentences import NOISE_UNSEEN
+from comfy_accel.accel.core.sentences import LOADED_IN_PART, NOISE_UNSEEN
 from comfy_accel.accel.hosts.comfyui.words import advice, advised
 from comfy_accel.accel.report import chart
-from comfy_accel.accel.report.facts import LOADED_IN_PART, Fact, cache_fact, facts_of, line_of, seconds, skipping_fact
+from comfy_accel.accel.report.facts import Fact, cache_fact, facts_of, line_of, seconds, skipping_fact
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
 from comfy_accel.accel.report.savings import Saving

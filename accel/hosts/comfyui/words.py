@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...core.sentences import NOISE_UNSEEN, OF_THE_MACHINE, SENTENCES
-from ...report.facts import LOADED_IN_PART
+from ...core.sentences import LOADED_IN_PART, NOISE_UNSEEN, OF_THE_MACHINE, SENTENCES
 
 if TYPE_CHECKING:
     from ...core.reasons import Reason
