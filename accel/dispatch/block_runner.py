@@ -58,7 +58,7 @@ class BlockRunner:
     source: of the block's weights, where these are not in place.
     outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
         model's memory and freed outside, or the other way round.
-    still: whether the block is still of the kind that its region says.
+    kind_unchanged: whether the block is still of the kind that a region says.
     make: makes the runner of another region of the block; None where calls with functions run eagerly.
     """
 
@@ -74,7 +74,7 @@ class BlockRunner:
         lease: Lease | None = None,
         on_shortage: Callable[[], None] = lambda: None,
         source: WeightSource | None = None,
-        still: Callable[[Region], bool] = lambda region: True,
+        kind_unchanged: Callable[[Region], bool] = lambda region: True,
         outside_recording: Outside = nullcontext,
         make: Callable[[Region], BlockRunner] | None = None,
     ):
@@ -84,10 +84,10 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._on_shortage = on_shortage
-        self._resolver = GraphResolver(region, cache, settings, interrupts, lease, still)
+        self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged)
         kind, wraps = region.kind, region.wraps
-        self._outside_recording, self._is_streamed = outside_recording, source is not None
-        self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
+        self._outside_recording = outside_recording
+        self._is_surrounded = source is not None or outside_recording is not nullcontext
         self._weights = source or region.slots
         is_read = wraps is not None and wraps.adds
         self._lora = AddedWeights(region.block, kind.tensors, wraps) if is_read else None
@@ -287,7 +287,7 @@ class BlockRunner:
         if resolved.verdict is not None:
             self.ways.add(resolved.verdict)
             raise RunEagerly(resolved.verdict)
-        if resolved.is_compared and self._is_streamed:
+        if resolved.is_compared:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()
         else:

@@ -111,12 +111,20 @@ def compiled_layers(
             raise
         except Exception as error:  # layers of extensions may lack what the host's own have
             raise RunEagerly(Reason("weights_not_taken", error=one_line(error))) from error
-        simplify, interrupts = host.simplifier(region), host.interrupts
-        still = functools.partial(code.still, of)
-        run = lease, on_shortage
-        cls = BlockRunner if region.wrapped is None else WrappedRunner
-        also = functools.partial(make, of=of)
-        return cls(region, cache, settings, simplify, interrupts, *run, source, still, outside, also)
+        runner = BlockRunner if region.wrapped is None else WrappedRunner
+        return runner(
+            region,
+            cache,
+            settings,
+            simplify_options=host.simplifier(region),
+            interrupts=host.interrupts,
+            lease=lease,
+            on_shortage=on_shortage,
+            source=source,
+            kind_unchanged=functools.partial(code.kind_unchanged, of),
+            outside_recording=outside,
+            make=functools.partial(make, of=of),
+        )
 
     tell_compilers()
     look = functools.partial(_survey, model, settings, host, surveys)

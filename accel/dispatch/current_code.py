@@ -47,7 +47,7 @@ class _Known:
 
 
 class CurrentCode:
-    """What the blocks of one model run with in one run, by the code that stands when they are called.
+    """Picks the runner of each block by the version of the code that is installed right now.
 
     A layer (see `substitution`) around the model's forward, to be told of its calls.
 
@@ -118,7 +118,7 @@ class CurrentCode:
         if begins:
             self.passing, self._begins, self.is_due = object(), False, self._between
 
-    def still(self, survey: Survey, region: Region) -> bool:
+    def kind_unchanged(self, survey: Survey, region: Region) -> bool:
         """Whether a block that runs now is of the kind that its region in the survey says."""
         if region.given is not None and not region.given.snapshot.is_current():
             return False

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
+from ..compile import block_compiler
 from ..compile.benchmark import Benchmark, Benchmarks, Pattern
-from ..compile.compiled_graph import CompiledGraph
+from ..compile.block_compiler import Tracing
+from ..compile.compiled_graph import CompiledGraph, CompileFailed
+from ..core import torch_internals
 from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
+from ..core.events import log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, elsewhere
+from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
+from ..fingerprint.kept_state import code_of_others, packages_of
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from .block_observer import BlockObserver
-from .graph_maker import GraphMaker
+from .global_state_guard import global_state_restored
 
 
 @dataclass(eq=False)
@@ -65,7 +75,7 @@ class ResolvedGraph:
 
 
 class GraphResolver:
-    """Finds the graphs of one block; the arguments are as for `block_runner.BlockRunner`."""
+    """Finds the graphs of one block, or makes them; the arguments are as for `block_runner.BlockRunner`."""
 
     def __init__(
         self,
@@ -74,44 +84,162 @@ class GraphResolver:
         settings: CompileSettings,
         interrupts: tuple[type[BaseException], ...],
         lease: Lease | None,
-        still: Callable[[Region], bool],
+        kind_unchanged: Callable[[Region], bool],
     ):
-        self._cache, self._lease = cache, lease
-        self._is_measured = settings.measured
-        self._maker = GraphMaker(region, cache, interrupts, still)
+        self._region, self._cache, self._lease = region, cache, lease
+        self._is_measured, self._interrupts = settings.measured, interrupts
+        self._kind_unchanged = kind_unchanged
 
     def resolve(self, call: Call, observer: BlockObserver | None) -> ResolvedGraph | None:
         """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph."""
-        name, maker = call.kind.name, self._maker
+        name, region = call.kind.name, self._region
         device = elsewhere(call.weights, call.inputs)
         if device is not None:
             # A graph would serve only this split of the weights, and the next run splits them differently.
             fallbacks.note(name, Reason("weights_elsewhere", device=str(device)))
             return None
-        code = type(maker.region.block), maker.region.codes
+        code = type(region.block), region.codes
         if code in self._cache.stateful_blocks:
             raise NoGraph(call.key, Reason("keeps_state"))
         try:
             entry, graph = self._cache.find(
                 call.key,
                 name,
-                lambda graph: maker.serves(graph, call),
-                lambda: maker.compile(call, observer),
-                self._lease,
-                lambda: maker.load(call),
+                fits=lambda graph: self._serves(graph, call),
+                compile_graph=lambda: self._compile(call, observer),
+                lease=self._lease,
+                load_graph=lambda: self._load(call),
             )
-            captured = observer is not None and observer.may_capture
-            if maker.region.runs_others_code or tree_spec.runs_others_code(call.spec):
-                return ResolvedGraph(entry, graph, captured)
-            known = entry.benchmarks(graph)
-            benchmark = known.of(call.inputs, captured) if self._is_measured else None
-            dense = [one is other for one, other in zip(call.inputs, call.given, strict=True)]
-            pattern = known.pattern(call.tensors if call.kind.varying else call.inputs, dense)
-            return ResolvedGraph(entry, graph, captured, known, pattern, benchmark)
         except NoGraph as failed:
             if failed.reason.code == "keeps_state":
                 self._cache.stateful_blocks.add(code)
             raise
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
+        else:
+            return self._resolved(call, entry, graph, observer is not None and observer.may_capture)
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+
+    def _resolved(self, call: Call, entry: Entry, graph: CompiledGraph, captured: bool) -> ResolvedGraph:
+        if self._region.runs_others_code or tree_spec.runs_others_code(call.spec):
+            return ResolvedGraph(entry, graph, captured)
+        known = entry.benchmarks(graph)
+        dense = [one is other for one, other in zip(call.inputs, call.given, strict=True)]
+        return ResolvedGraph(
+            entry,
+            graph,
+            captured,
+            benchmarks=known,
+            pattern=known.pattern(call.tensors if call.kind.varying else call.inputs, dense),
+            benchmark=known.of(call.inputs, captured) if self._is_measured else None,
+        )
+
+    def _serves(self, graph: CompiledGraph, call: Call) -> bool:
+        """Whether the graph is right for the call; what had to be found out for that is saved with the graph."""
+        known, store = graph.facts, self._cache.store
+        is_right = graph.serves(call)
+        if store is not None and graph.facts is not known:
+            store.save_facts(graph, call.kind.name, self._interrupts)
+        return is_right
+
+    def _load(self, call: Call) -> CompiledGraph | None:
+        """The saved graph that serves the call; None where there is none."""
+        store = self._cache.store
+        if store is None:
+            return None
+        for saved in store.candidates(call.key, call.kind.name, call.devices, call.values, self._interrupts):
+            with saved:
+                if saved.facts.may_serve(call):
+                    graph = block_compiler.load_block(
+                        self._template(),
+                        call,
+                        saved.read(),
+                        saved.facts,
+                        interrupts=self._interrupts,
+                        codes=self._region.codes,
+                        tracing=self._tracing,
+                    )
+                    if graph.serves(call):
+                        return saved.use(graph)
+        return None
+
+    def _compile(self, call: Call, observer: BlockObserver | None) -> CompiledGraph:
+        """A new graph, saved where there is a store."""
+        if observer is not None:
+            observer.is_stable = False
+        graph = self._compiled(call)
+        if call.any_size and not graph.serves(call):
+            # The block's code fixed a size that was traced larger than it is: it is traced as it is.
+            graph = self._compiled(call, lifts=False)
+        if self._cache.store is not None:
+            self._cache.store.save(call.key, call.kind.name, call.devices, graph, self._interrupts)
+        return graph
+
+    def _compiled(self, call: Call, lifts: bool = True) -> CompiledGraph:
+        try:
+            template = self._template()
+        except Exception as error:
+            raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
+        if not self._kind_unchanged(self._region):
+            raise NoGraph(call.key, Reason("code_changes"))
+        codes = self._region.codes
+        try:
+            with self._tracing():
+                graph = block_compiler.compile_block(
+                    template,
+                    call,
+                    lifts,
+                    interrupts=self._interrupts,
+                    savable=self._cache.store is not None,
+                    codes=codes,
+                    tracing=self._tracing,
+                )
+        except CompileFailed as failed:
+            if failed.reason.code == "compile_failed" and self._region.runs_others_code:
+                log.debug("%s was not compiled around a part: %s", call.kind.name, failed.reason)
+                raise CompileFailed(Reason("part_changed")) from failed
+            if "Unsupported" in str(failed.reason) and any(code_of_others(codes or (), template)):
+                raise CompileFailed(Reason("keeps_state")) from failed  # or does something else that torch cannot trace
+            raise
+        if not self._kind_unchanged(self._region):  # other threads run too
+            raise NoGraph(call.key, Reason("code_changes"))
+        return graph
+
+    def _template(self) -> torch.nn.Module:
+        region = self._region
+        return kinds.template_of(region.plain(region.block), region.wraps, region.read, region.wrapped)
+
+    @functools.cached_property
+    def _tracing(self) -> Tracing:
+        """Makes the context that blocks of this kind are traced in; graphs keep it, so it refers to no block."""
+        packages = packages_of(self._region.block) if self._region.kind.forms else ()
+        return functools.partial(_tracing, self._region.tracing, packages)
+
+
+@contextmanager
+def _tracing(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
+    """Undo caches that quantised weight classes fill with fake tensors while torch traces, which runs their code.
+
+    packages: of these classes.
+    """
+    fake = torch_internals.FAKE_TENSOR.get(None)
+    is_quiet = not packages or fake is None
+    restored = nullcontext() if is_quiet else global_state_restored(packages, lambda value: type(value) is fake)
+    with _silent(), restored, tracing():
+        yield
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """A context in which torch does not log errors of this thread: a trace at a larger size may meet some."""
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    thread = threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    torch_log.addFilter(others)
+    try:
+        yield
+    finally:
+        torch_log.removeFilter(others)

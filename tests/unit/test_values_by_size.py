@@ -8,7 +8,7 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.block_runner import BlockRunner, NotReady
-from comfy_accel.accel.dispatch.graph_maker import GraphMaker
+from comfy_accel.accel.dispatch.resolver import GraphResolver
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.report.savings import by_compiling
 from kit.blocks import Block, model_of, reasons, runner
@@ -57,7 +57,7 @@ def test_graph_that_is_wrong_at_another_size_is_not_used_there(cls, measured, si
         return block.forward(*tensors[4:]) * factor
 
     loaded = CompiledGraph(wrong_there, lambda tensors: True, Facts(weights=4))
-    monkeypatch.setattr(GraphMaker, "load", lambda *_: loaded)
+    monkeypatch.setattr(GraphResolver, "_load", lambda *_: loaded)
     stand_in = runner(block, cache, measured=measured)
     with torch.inference_mode():
         for known in before:
