@@ -17,7 +17,6 @@ whole model calls are captured the device's alone.
 from __future__ import annotations
 
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,19 +43,11 @@ SLOWER = 1.05
 LONGEST_PAUSE = 0.02
 """Seconds: where the host needs longer for two calls, the device is not what they wait for."""
 
-LONGEST_OF_CALLS = 0.1
-"""Seconds: the same before a whole call, once for each size of calls."""
-
 WIDEST_TILE = 128
 """Elements that a kernel handles as one along a dimension; a size that is no multiple leaves a tail."""
 
-PACE = 1.03
-"""A device that takes so many times as long for a call as Python does, or longer, was never idle in it."""
 
-_thread_time = time.perf_counter if sys.platform == "win32" else time.thread_time
-"""Windows counts a thread's time in steps of 15.6 ms, more than a call takes."""
-
-_CYCLES = 2e9
+CYCLES = 2e9
 """A GPU's clock cycles a second, roughly; a slower one pauses longer."""
 
 
@@ -210,39 +201,6 @@ class Benchmarks:
         return sum(benchmark.hits for benchmark in self.all())
 
 
-class CallTime:
-    """Times one call on a CUDA device, from here to `stop`.
-
-    pause: seconds that the device waits first, so that it then works without waiting for Python.
-    thread, wall: seconds that Python took, of the processor and by the clock.
-    """
-
-    def __init__(self, device: torch.device, pause: float = 0.0):
-        if pause and (sleep := SLEEP.get(None)) is not None:
-            with torch.cuda.device(device):
-                sleep(int(min(pause, LONGEST_OF_CALLS) * _CYCLES))
-        self._stream = torch.cuda.current_stream(device)
-        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Python's time has the device's in it, where that waits for it.
-        self.wall, self.thread = time.perf_counter(), _thread_time()
-        self._began.record(self._stream)
-
-    def stop(self) -> None:
-        self._ended.record(self._stream)
-        self.wall, self.thread = time.perf_counter() - self.wall, _thread_time() - self.thread
-
-    @property
-    def device(self) -> float:
-        """Seconds that the device took, once it is done: this waits for it."""
-        self._ended.synchronize()
-        return self._began.elapsed_time(self._ended) / 1e3
-
-    @property
-    def device_waited(self) -> bool:
-        """Whether the device was idle in the call; this waits for it."""
-        return self.device < PACE * self.wall
-
-
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:
     """The exponent of the power of two next above the number of elements; of all, since one's may never change."""
     return sum(tensor.numel() for tensor in inputs).bit_length()
@@ -289,7 +247,7 @@ def _timed_on_device(
         moments = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
         pause = SLEEP.get(None)
         if pause is not None:
-            pause(int(min(2 * host, LONGEST_PAUSE) * _CYCLES))
+            pause(int(min(2 * host, LONGEST_PAUSE) * CYCLES))
         moments[0].record()
         for call, moment in zip(calls, moments[1:], strict=True):
             started = time.perf_counter()

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..compile.benchmark import CallTime
 from ..core import torch_internals
 from ..core.events import log
 from ..core.reasons import Reason
+from ..dispatch.call_times import CallTime
 from .conditions import of_device
 
 LEAST_FREE = 512 << 20

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ..cache.graph_cache import GraphCache
-from ..compile.benchmark import CallTime
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
@@ -27,14 +26,8 @@ from ..core.reasons import Reason
 from ..core.torch_internals import seen_through
 from ..modules.substitution import Forward, Layer, Order, Substitution
 from .block_runner import COMPARED, COMPILED, BlockRunner
+from .call_times import CallTime, CallTimes
 from .current_code import CurrentCode
-
-CALLS = 3
-"""Calls that are timed with stand-ins, and as many without; of each the least time counts."""
-
-FASTER, LEANING, CLOSE, RUNS = 0.98, 0.02, 0.05, 20
-"""Calls are made without stand-ins unless they take less than FASTER times as long with them, where another decision
-than the last one takes LEANING more. What is as CLOSE to it is timed anew after so many RUNS."""
 
 WORTH_IT = 1.1
 """CUDA graphs that would make calls so many times as fast are worth another allocator."""
@@ -60,7 +53,7 @@ class WholeCalls:
         self._name, self._layers, self._cache, self._settings = name, layers, cache, settings
         self.runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
         self._code = next((runner.code for runner in self.runners.values()), None)
-        self._all = _InPlace(layers, {}, self._code)
+        self._all = _InPlace(layers, {}, self._code, is_bare=False)
         self._made: dict[tuple[_Known, bool, int], _InPlace] = {}
         self._met: set[_Known] = set()
         self.unspared: Reason | None = None
@@ -71,48 +64,27 @@ class WholeCalls:
         """A context for one call with these arguments. are_alike: those of the same sizes and phase call the same
         blocks, and will not be captured."""
         known = self._known(phase, given) if are_alike and self._code is not None else None
-        used, pause, is_bare = self._all, None, False
-        if known is not None:
-            is_bare = known.is_timed and known.verdict is not None
-            device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
-            if self._settings.measured and known.left is not None and _is_timeable(device):
-                if not known.is_timed and len(known.left) < len(known.called):
-                    is_bare, pause = known.next_is_bare, 0.0
-                elif self.unspared is not None and known.spared is None:
-                    pause = 2 * known.wall
-            if is_bare or known.left is not None:
-                used = self._without(known, is_bare)
+        device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
+        used, pause = (self._all, None) if known is None else self._way(known, device)
         used.asked.clear()
         if used is self._all or pause is not None:
             for runner in self.runners.values():
                 runner.ways.clear()
-        call = None if pause is None else CallTime(device, pause)
+        time = None if pause is None else CallTime(device, pause)
         with used.substitution.in_place():
             yield
-        if call is not None:
-            call.stop()
-        if known is None or self._code.known is None:  # other code ran in this call than what is known is about
-            return
-        if used is self._all:
-            known.look(self._left(), self._called())
-        elif call is not None:
-            if used.asked | self._called() != used.ends | (known.called - used.left.keys()) or self._left() not in (
-                None,
-                {},
-            ):
-                known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
-            elif known.is_timed or len(known.left) == len(known.called):
-                known.add_unspared(call)
-            else:
-                known.add(call, is_bare)
+        if time is not None:
+            time.stop()
+        if known is not None and self._code.known is not None:  # else other code ran than what is known is about
+            self._learn(known, used, time)
 
     def end(self) -> int:
         """Tell of the calls of blocks that had no stand-in, and how many they were; and what CUDA graphs would give."""
-        times = max((known.spared for known in self._met if known.spared is not None), default=0.0)
+        times = max((known.times.spared or 0.0 for known in self._met), default=0.0)
         if self.unspared is not None and times >= WORTH_IT:
             emit("graphs_would_give", times=times)
         for (known, is_bare, _), used in self._made.items():
-            slow = known.verdict
+            slow = known.times.verdict
             if slow is not None and self.unspared is not None:
                 slow = Reason("host_bound_without_graphs", slow=slow)
             for block, reason in used.left.items():
@@ -120,6 +92,30 @@ class WholeCalls:
                 if used.passes and why is not None:
                     fallbacks.note(name, why, calls=used.passes)
         return sum(used.passes * len(used.left) for used in self._made.values())
+
+    def _way(self, known: _Known, device: torch.device | None) -> tuple[_InPlace, float | None]:
+        """What is in place in the next call, and seconds to pause before it is timed; None where it is not."""
+        times, left, pause = known.times, known.left, None
+        is_bare = not times.is_due and times.verdict is not None
+        if left is not None and self._settings.measured and _is_timeable(device):
+            if times.is_due and len(left) < len(known.called):
+                is_bare, pause = times.next_is_bare, 0.0
+            elif self.unspared is not None and times.spared is None:
+                pause = 2 * times.wall
+        return (self._all if left is None and not is_bare else self._without(known, is_bare)), pause
+
+    def _learn(self, known: _Known, used: _InPlace, time: CallTime | None) -> None:
+        """What a call says of others like it. time: of the call, where it was timed."""
+        if used is self._all:
+            known.look(self._left(), self._called())
+        elif time is not None:
+            expected = used.ends | (known.called - used.left.keys())
+            if used.asked | self._called() != expected or self._left() not in (None, {}):
+                known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
+            elif known.times.is_due and len(known.left) < len(known.called):
+                known.times.add(time, used.is_bare)
+            else:
+                known.times.add_unspared(time)
 
     def _known(self, phase: Hashable, given: Sequence[Any]) -> _Known | None:
         """What is known of calls like this one; None where nothing can be."""
@@ -140,7 +136,7 @@ class WholeCalls:
         how = known, is_bare, known.looks
         if how not in self._made:
             left = dict.fromkeys(block for block in self.runners if block in known.called) if is_bare else known.left
-            self._made[how] = _InPlace(self._layers, left, self._code)
+            self._made[how] = _InPlace(self._layers, left, self._code, is_bare)
         return self._made[how]
 
     def _called(self) -> set[torch.nn.Module]:
@@ -162,71 +158,32 @@ class _Known:
 
     left: the blocks that need no stand-in, each with the reason, unless that was told before; None until nothing is
     compared in them. called: the blocks that such calls call. looks: how often that was found. generation: of the cache
-    then. is_timed: whether whole calls need not be timed. verdict: why they
-    are made without any stand-in. wall: seconds that a call takes, where it waits for Python. spared: how many times as
-    long as the device works in it; None until that is known.
+    then.
     """
 
     def __init__(self) -> None:
         self.left: dict[torch.nn.Module, Reason | None] | None = None
         self.called: set[torch.nn.Module] = set()
-        self.looks, self.generation, self._runs = 0, 0, 0
-        self.is_timed, self.verdict = False, None
-        self.wall, self.spared = 0.0, None
-        self._ratio: float | None = None
-        self._seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-
-    @property
-    def next_is_bare(self) -> bool:
-        return sum(map(len, self._seconds.values())) % 4 in (
-            1,
-            2,
-        )  # else every other call of a kind would count one way
+        self.looks, self.generation = 0, 0
+        self.times = CallTimes()
 
     def look(self, left: dict[torch.nn.Module, Reason | None] | None, called: set[torch.nn.Module]) -> None:
         self.left, self.called, self.looks = left, called, self.looks + 1
 
     def begin_run(self) -> None:
-        self._runs += 1
-        if self._runs > RUNS and self._ratio is not None and abs(self._ratio - FASTER) < CLOSE:
-            self.is_timed, self._runs, self._seconds = False, 0, {True: [], False: []}
+        self.times.begin_run()
         if self.left and None in self.left.values():  # which may be otherwise in this run
             self.left = None
 
-    def add(self, call: CallTime, is_bare: bool) -> None:
-        """A timed call. Where the device is what compiled ones wait for, the verdicts of their blocks stand."""
-        if not is_bare and not call.device_waited:
-            self.is_timed, self.verdict, self._ratio, self.spared = True, None, None, 1.0
-            return
-        least = 0.0 if call.device_waited else call.device
-        self._seconds[is_bare].append((max(call.thread, least), max(call.wall, least)))
-        if min(map(len, self._seconds.values())) < CALLS:
-            return
-        compiled, normal = (list(map(min, zip(*self._seconds[way], strict=True))) for way in (False, True))
-        bound = FASTER + (0 if self._ratio is None else LEANING if self.verdict is None else -LEANING)
-        # A clock may stand still in a call.
-        self.is_timed, self._ratio = (
-            True,
-            max(one / other for one, other in zip(compiled, normal, strict=True) if other),
-        )
-        slow = Reason("host_bound", compiled=f"{compiled[-1] * 1e3:.1f}", normal=f"{normal[-1] * 1e3:.1f}")
-        self.verdict, self.wall = (None, compiled[-1]) if self._ratio < bound else (slow, normal[-1])
-
-    def add_unspared(self, call: CallTime) -> None:
-        """A call that CUDA graphs would spare Python's part of: timed as it is, then behind a pause."""
-        if self.wall:
-            self.spared = self.wall / max(call.device, 1e-6)
-        elif call.device_waited:
-            self.wall = call.wall
-        else:
-            self.spared = 1.0
-
 
 class _InPlace:
-    """What is in place in calls. left: blocks that have no stand-in. passes: calls of the first of them."""
+    """What is in place in calls.
 
-    def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Mapping, code: CurrentCode | None):
-        self.left, self.passes, self._code = left, 0, code
+    left: blocks that have no stand-in. is_bare: they are all that such calls call. passes: calls of the first of them.
+    """
+
+    def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Mapping, code: CurrentCode | None, is_bare: bool):
+        self.left, self.is_bare, self.passes, self._code = left, is_bare, 0, code
         kept = {module: layer for module, layer in layers.items() if module not in left}
         self.ends, self.asked = {*list(left)[:1], *list(left)[-1:]}, set()
         kept.update({block: functools.partial(self._passed, block) for block in self.ends})

@@ -5,13 +5,12 @@ import time
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import benchmark
 from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.dispatch import whole_calls
+from comfy_accel.accel.dispatch import call_times, whole_calls
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from kit import made_up_device as device
 from kit.code_swaps import attribute
@@ -151,7 +150,7 @@ def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(
     device.launches_take(3000)
     run.calls.unspared = Reason("cuda_malloc_async")
     assert calls(run, 6) == [True] * 6
-    assert [known.spared for known in run.calls._met] == [1.0]
+    assert [known.times.spared for known in run.calls._met] == [1.0]
 
 
 @pytest.mark.parametrize("settings", [CompileSettings(backend="eager")])
@@ -177,10 +176,10 @@ def test_call_that_fails_is_no_sample(net, delays, monkeypatch):
 
 
 def test_clock_of_windows_that_stands_still_in_a_call_is_not_divided_by(net, monkeypatch):
-    monkeypatch.setattr(benchmark, "_thread_time", lambda: 0.0)
+    monkeypatch.setattr(call_times, "_thread_time", lambda: 0.0)
     run = run_of(net)
     calls(run, 12)
-    assert all(known.is_timed for known in run.calls._met)
+    assert not any(known.times.is_due for known in run.calls._met)
 
 
 class Optional(Net):
@@ -203,7 +202,7 @@ def test_block_that_is_not_called_keeps_no_decision_away(delays, without):
     run = run_of(net)
     assert calls(run, 10)[2:] == [*TURNS, True, True] and run.calls.end() == 3 * 3
     (known,) = run.calls._met
-    assert known.is_timed and known.verdict is None
+    assert not known.times.is_due and known.times.verdict is None
 
 
 def test_calls_that_take_turns_in_calling_most_blocks_are_compared_with_their_like(delays):
@@ -213,7 +212,7 @@ def test_calls_that_take_turns_in_calling_most_blocks_are_compared_with_their_li
     for number in range(24):
         cut.without = () if number % 2 else range(1, 8)
         calls(run, 1)
-    assert [known.verdict for known in run.calls._met] == [None]
+    assert [known.times.verdict for known in run.calls._met] == [None]
 
 
 def test_call_that_skips_its_blocks_says_nothing_of_cuda_graphs(delays):
@@ -223,7 +222,7 @@ def test_call_that_skips_its_blocks_says_nothing_of_cuda_graphs(delays):
     calls(run, 8)
     run.calls.unspared, net.without = Reason("cuda_malloc_async"), range(3)
     calls(run, 1)
-    assert [known.spared for known in run.calls._met] == [None]
+    assert [known.times.spared for known in run.calls._met] == [None]
 
 
 def test_calls_of_other_types_are_others():

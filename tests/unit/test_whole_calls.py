@@ -12,7 +12,7 @@ from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.dispatch import whole_calls
+from comfy_accel.accel.dispatch.call_times import RUNS, CallTimes
 from kit.code_swaps import attribute
 from kit.whole_calls import Net, Run, Tanh
 
@@ -89,7 +89,7 @@ def test_only_blocks_whose_graph_is_left_aside_lose_their_stand_in(slower):
 
 
 def test_block_without_a_graph_loses_its_stand_in_too(monkeypatch):
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise CompileFailed(Reason("compile_failed", error="why"))
 
     monkeypatch.setattr(block_compiler, "compile_block", fail)
@@ -141,7 +141,7 @@ def timed(known, compiled, normal, thread=None, device=0.0):
         took = {"wall": seconds, "thread": seconds if thread is None else thread[is_bare], "device": device}
         assert known.next_is_bare is is_bare
         known.add(SimpleNamespace(**took, device_waited=not is_bare or device < seconds), is_bare)
-    assert known.is_timed
+    assert not known.is_due
     return known.verdict is not None
 
 
@@ -157,25 +157,25 @@ def timed(known, compiled, normal, thread=None, device=0.0):
 )
 def test_compiled_calls_are_faster_by_the_clock_and_by_the_processor_or_not_made(how, is_left):
     """The last: uncompiled, the device is what the call waits for."""
-    known = whole_calls._Known()
+    known = CallTimes()
     known.begin_run()
     assert timed(known, **how) is is_left
 
 
 def test_what_was_close_is_timed_anew_after_some_runs_and_stays_unless_it_differs_by_more():
-    known = whole_calls._Known()
+    known = CallTimes()
     known.begin_run()
     for compiled, is_left in ((0.99, True), (0.97, True), (0.955, False), (0.99, False), (1.02, True), (0.8, False)):
         assert timed(known, compiled, 1.0) is is_left
         runs = 0
-        while known.is_timed and runs < 2 * whole_calls.RUNS:
+        while not known.is_due and runs < 2 * RUNS:
             known.begin_run()
             runs += 1
-        assert known.is_timed is (compiled == 0.8) and runs >= whole_calls.RUNS
+        assert known.is_due is (compiled != 0.8) and runs >= RUNS
 
 
 def test_sentence_says_what_a_step_takes_both_ways():
-    known = whole_calls._Known()
+    known = CallTimes()
     timed(known, 0.0146, 0.0119)
     assert str(known.verdict) == (
         "Python is what its steps wait for, compiled 14.6 ms, normal 11.9 ms a step at this size: kept normal"
