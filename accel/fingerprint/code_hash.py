@@ -151,11 +151,11 @@ class CodeReader:
         if id(function) in self._active:
             return ("itself", function.__qualname__)
         if _is_hidden(function):
-            self.notes.name(vars(torch.nn.functional), function.__qualname__)
+            self.notes.watch(vars(torch.nn.functional), function.__qualname__)
             raise Indescribable(f"{function.__qualname__}, a function of torch for which another stands in")
         is_outermost = not self._active
         self._active.add(id(function))
-        self.notes.function(function)
+        self.notes.watch_function(function)
         try:
             references = CodeReferences(self)
             values = tuple(references.describe_default(value, function, name) for name, value in given_to(function))
@@ -197,9 +197,9 @@ class CodeReader:
         names = frozenset().union(*(function.facts.names for function in reached))
         for base in (torch.nn.Module, torch.Tensor, torch._C.TensorBase):
             if base is torch.Tensor:  # a new method may hide one of its base's
-                self.notes.size(base, KEPT_NAMES)
+                self.notes.watch_len(base, KEPT_NAMES)
             for name in sorted((names | _CALLED).intersection(vars(base))):
-                self.notes.name(base, name)
+                self.notes.watch(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
         own = {package_of(cls.__module__) for cls in classes}
@@ -296,7 +296,7 @@ class _Function:
             pair = (scope.get("__name__"), name)
             if pair in self._reader.ignored:
                 if not frozenset.__contains__(self._reader.ignored, pair):
-                    notes.name(owner, name)  # by a rule, which another value may not fall under
+                    notes.watch(owner, name)  # by a rule, which another value may not fall under
                 continue
             value, inner = scope[name], f"{path}{name}"
             if not is_library and any(value is read for read in _READS_ENVIRONMENT):
@@ -306,21 +306,21 @@ class _Function:
             if is_bound and (not is_library or is_foreign(value.__self__)):
                 self._names.append((inner, list(self._settings(value.__self__, references, value.__func__))))
             if called:
-                notes.name(owner, name)
+                notes.watch(owner, name)
                 if function_of_torch:
                     _require_torchs(inner, value)
                 self._names.append((inner, [references.function(function) for function in called]))
             elif isinstance(value, OPERATORS):
-                notes.name(owner, name)
+                notes.watch(owner, name)
                 self._names.append((inner, references.named(value) if is_library else references.describe(value)))
             elif isinstance(value, (types.ModuleType, type)):
-                notes.name(owner, name)
+                notes.watch(owner, name)
                 self._follow_namespace(inner, value, is_library)
             elif is_library and callable(value):
-                notes.name(owner, name)
+                notes.watch(owner, name)
                 self._names.append((inner, references.describe(value) if is_foreign(value) else type(value).__name__))
             elif not is_library and not name.startswith("__") and not (path and name in self.facts.assigned):
-                notes.name(owner, name)
+                notes.watch(owner, name)
                 found = CodeReferences(self._reader)
                 self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, found))
                 self.opaque.update((id(scope), name, what) for what in found.opaque)
@@ -329,8 +329,8 @@ class _Function:
     def _follow_builtins(self, scope: Mapping[str, Any]) -> None:
         """Note the built-in functions that the function may call, in whose place a module can have others."""
         for name in sorted(self.facts.names.intersection(vars(builtins)).difference(scope)):
-            self.references.notes.hiding(scope, name)
-            self.references.notes.name(vars(builtins), name)
+            self.references.notes.watch_absent(scope, name)
+            self.references.notes.watch(vars(builtins), name)
             others = [self.references.function(function) for function in functions_in(vars(builtins)[name])]
             if others:
                 self._names.append((name, others))
@@ -395,8 +395,7 @@ class _Function:
 
 
 def never_read(attributes: frozenset[str], codes: Iterable[types.CodeType]) -> frozenset[str]:
-    """Those of the attributes that the codes read neither by name nor by one made with a string at an end
-    (f"kept_{n}")."""
+    """Attributes never read: neither by name nor by getattr with a prefix or suffix found in the code (f"kept_{n}")."""
     facts = list(map(facts_of, codes))
     strings = frozenset().union(*(of.strings for of in facts))
     read = strings.union(*(of.read for of in facts))
@@ -417,7 +416,7 @@ def _class_attributes(cls: type, names: frozenset[str], references: CodeReferenc
             if not is_read and not (callable(value) and is_run(name, value) and is_foreign(value)):
                 continue
             if next(functions_in(value), None) is None:
-                references.notes.name(base, name)
+                references.notes.watch(base, name)
                 described.append((base.__qualname__, name, references.describe(value)))
     return described
 

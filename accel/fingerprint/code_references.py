@@ -78,7 +78,7 @@ class CodeReferences(References):
     def describe(self, value: Any) -> Any:
         """A description of any value: of an indescribable one its type, of an indescribable container None."""
         if _is_constant(value):
-            self.notes.numbers(value)
+            self.notes.watch_numbers(value)
             return ("tensor", value.dtype, tuple(value.shape), value.tolist())
         found = References(self.reader)
         try:
@@ -105,7 +105,7 @@ class CodeReferences(References):
         code, is_library = function.__code__, of_library(home_of(function))
         if isinstance(value, (tuple, list)):
             if isinstance(value, list) and not is_library:
-                self.notes.contents(value)
+                self.notes.watch_items(value)
             return tuple(self.describe_default(item, function, name) for item in value)
         if isinstance(value, dict) and name not in code.co_freevars:
             # Models fill a default with what a call comes to.
@@ -156,20 +156,20 @@ class CodeReferences(References):
         names -= but or set()
         # What these keep on the object is made by their functions, which count, at the first call or at a later one.
         names = {name for name in names if not isinstance(getattr_static(cls, name, None), functools.cached_property)}
-        self.notes.type_of(value)
+        self.notes.watch_type(value)
         self.open.add(id(value))
         described: list[Any] = [self.class_of(value)]
         for name in sorted(names.intersection(state)):
-            self.notes.name(state, name)
+            self.notes.watch(state, name)
             described.append((name, self.describe_part(state[name], name, codes)))
         for base in cls.__mro__:
             if of_library(base.__module__):
                 continue
             for name in sorted(names.intersection(vars(base)).difference(state)):
-                self.notes.hiding(state, name)
+                self.notes.watch_absent(state, name)
                 attribute = vars(base)[name]
                 if next(functions_in(attribute), None) is None and not name.startswith("__"):
-                    self.notes.name(base, name)
+                    self.notes.watch(base, name)
                     described.append((base.__qualname__, name, self.describe_part(attribute, name, codes)))
         self.open.discard(id(value))
         return tuple(described)
@@ -191,7 +191,7 @@ class CodeReferences(References):
                 except Indescribable as why:
                     self.opaque.add(str(why))
         if described or is_whole or not (container or is_filled):
-            self.notes.contents(container)
+            self.notes.watch_items(container)
         return sorted(described + beside) if described or is_whole else []
 
     def all_functions(self) -> Iterator[types.FunctionType]:
@@ -225,12 +225,12 @@ def methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str,
         if base in BASES:
             continue
         if notes is not None:
-            notes.size(base, KEPT_NAMES)
+            notes.watch_len(base, KEPT_NAMES)
         for name, value in vars(base).items():
             if is_run(name, value):
                 for function in functions_in(value):
                     if notes is not None:
-                        notes.name(base, name)
+                        notes.watch(base, name)
                     yield f"{base.__qualname__}.{name}", function
 
 

@@ -39,41 +39,41 @@ class CodeNotes:
         self._cells: dict[int, types.CellType] = {}
         self._tensors: dict[int, torch.Tensor] = {}
 
-    def name(self, namespace: Any, name: Any) -> None:
-        """What the namespace has under the name matters, if it has it."""
+    def watch(self, namespace: Any, name: Any) -> None:
+        """Invalidate when the namespace has something else under the name, if it has it."""
         self._named[id(namespace), name] = namespace, name
 
-    def hiding(self, namespace: dict, name: str) -> None:
-        """Whether the namespace has the name matters: it would hide what was found elsewhere."""
+    def watch_absent(self, namespace: dict, name: str) -> None:
+        """Invalidate when the namespace gets or loses the name, which would hide what was found elsewhere."""
         self._hiding[id(namespace), name] = namespace, name
 
-    def size(self, namespace: Any, but: str = "") -> None:
-        """How many names the namespace has matters. but: a name that comes and goes."""
-        if but:
-            self._sized_but[id(namespace)] = namespace, but
+    def watch_len(self, namespace: Any, ignore: str = "") -> None:
+        """Invalidate when a name is added or removed. ignore: one that comes and goes."""
+        if ignore:
+            self._sized_but[id(namespace)] = namespace, ignore
         else:
             self._sized[id(namespace)] = namespace
 
-    def contents(self, container: dict | list | set) -> None:
-        """The items of the container matter."""
+    def watch_items(self, container: dict | list | set) -> None:
+        """Invalidate when the container has other items."""
         self._containers[id(container)] = container
 
-    def type_of(self, value: Any) -> None:
-        """The class that the object is of matters."""
+    def watch_type(self, value: Any) -> None:
+        """Invalidate when the object is of another class."""
         self._typed[id(value)] = value
 
-    def function(self, function: types.FunctionType) -> None:
-        """Its code, its defaults and what it closes over matter."""
+    def watch_function(self, function: types.FunctionType) -> None:
+        """Invalidate when it has other code, other defaults or other values in its cells."""
         self._functions[id(function)] = function
         if function.__kwdefaults__:
-            self.contents(function.__kwdefaults__)
+            self.watch_items(function.__kwdefaults__)
 
-    def cell(self, cell: types.CellType) -> None:
-        """Note that what the cell holds matters."""
+    def watch_cell(self, cell: types.CellType) -> None:
+        """Invalidate when the cell holds something else."""
         self._cells[id(cell)] = cell
 
-    def numbers(self, tensor: torch.Tensor) -> None:
-        """The numbers in the tensor matter."""
+    def watch_numbers(self, tensor: torch.Tensor) -> None:
+        """Invalidate when numbers are written to the tensor."""
         self._tensors[id(tensor)] = tensor
 
     def add(self, other: CodeNotes) -> None:

@@ -187,10 +187,17 @@ def describe(
             continue
         shapes += [torch.Size()] * len(form.names)
         digest.update(repr((name, _stored(tensor, form, name, references, code.attributes))).encode())
-    forms = tuple(forms) if any(forms) else ()
     return Description(
-        *(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, tuple(settings)),
-        *(references.notes, _numbers(parts), forms, tuple(counts)),
+        name=type(block).__name__,
+        digest=digest.hexdigest(),
+        weights=tuple(names),
+        shapes=tuple(shapes),
+        code=code,
+        read=tuple(settings),
+        notes=references.notes,
+        numbers=_numbers(parts),
+        forms=tuple(forms) if any(forms) else (),
+        counts=tuple(counts),
     )
 
 
@@ -208,7 +215,7 @@ def _read(
     settings = [settings_of(module) for _, module in parts]
     inside = None if wrapped is None else (wrapped.owner, wrapped.own)
     for cell in () if wrapped is None else wrapped.cells:
-        references.notes.cell(cell)
+        references.notes.watch_cell(cell)
     while True:  # what a setting refers to is code that may read more of them
         code = references.reader.read(frozenset(classes | references.classes), references.functions, inside)
         found = False

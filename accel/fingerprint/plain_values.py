@@ -110,7 +110,7 @@ def describe_value(value: Any, references: References) -> Any:
 
 def _describe_parts(value: Any, references: References) -> Any:
     if isinstance(value, (list, set, dict)):
-        references.notes.contents(value)
+        references.notes.watch_items(value)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(describe_value(item, references) for item in value))
     if isinstance(value, (set, frozenset)):
@@ -134,8 +134,8 @@ def _describe_parts(value: Any, references: References) -> Any:
     if isinstance(value, OPERATORS):
         return _operator_name(value)
     if is_plain_object(value):
-        references.notes.type_of(value)
-        references.notes.contents(vars(value))
+        references.notes.watch_type(value)
+        references.notes.watch_items(vars(value))
         state = ((name, describe_value(part, references)) for name, part in sorted(vars(value).items()))
         return ("object", references.class_of(value), *state)
     if isinstance(value, torch.nn.Module) and not any(part._parameters or part._buffers for part in value.modules()):
@@ -147,7 +147,7 @@ def _describe_parts(value: Any, references: References) -> Any:
             attributes = [attribute(part, path, name, references) for name, _ in settings_of(part)]
             described.append((path, references.class_of(part), *(item for item in attributes if item.is_own)))
             for item in attributes:
-                references.notes.name(part.__dict__, item.name)
+                references.notes.watch(part.__dict__, item.name)
         return ("module", *described)
     raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
@@ -199,25 +199,25 @@ def note_part(part: torch.nn.Module, notes: CodeNotes, shown: bool = True, outer
     shown: it is the module that was described, not one that a host keeps account on. outermost: it is a block, whose
         forward has a stand-in and which may have hooks, that run around it.
     """
-    notes.type_of(part)
+    notes.watch_type(part)
     if not isinstance(part._modules, dict):  # compiled by TorchScript, which nobody changes
         return
     if part._modules:
-        notes.size(part._modules)
+        notes.watch_len(part._modules)
     for name in part._modules:
-        notes.name(part._modules, name)
+        notes.watch(part._modules, name)
     if shown:
-        notes.size(part.__dict__, "forward" if outermost else "")
+        notes.watch_len(part.__dict__, "forward" if outermost else "")
         for weights in (part._parameters, part._buffers):
             if part._modules:  # a layer's own code does not ask whether it has others
-                notes.size(weights)
+                notes.watch_len(weights)
             for name in [name for name, weight in weights.items() if weight is None]:
-                notes.name(weights, name)
+                notes.watch(weights, name)
     elif not outermost:
-        notes.hiding(part.__dict__, "forward")
+        notes.watch_absent(part.__dict__, "forward")
     if not outermost:
         for name in _HOOKS:
-            notes.contents(part.__dict__[name])
+            notes.watch_items(part.__dict__[name])
 
 
 def is_plain(value: Any) -> bool:

@@ -188,7 +188,7 @@ class KeptSurveys:
 
     @classmethod
     def on(cls, model: torch.nn.Module) -> KeptSurveys:
-        """Those in an attribute of the model, made here."""
+        """The model's kept surveys; creates the store on first use."""
         found = model.__dict__.get(_SLOT)
         if not isinstance(found, cls):
             found = model.__dict__[_SLOT] = cls()
@@ -267,15 +267,29 @@ def survey(
         noted_of_eager.add(_notes_of(block, shown[-1], noted, wraps))
     kinds = kinds_of([description for *_, description in described], shown, wraps)
     for of_all in hooks:
-        reader.notes.contents(of_all)
+        reader.notes.watch_items(of_all)
     codes, notes = reader.codes, CodeNotes()
     regions, functions = [], GivenFunctions(ignored, traceable)
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
-        strings = description.code.strings
         own = _notes_of(block, described_as, description.notes, wraps, description.read)
         numbers = tuple(value for *place, value in description.counts if tuple(place) in kind.numbers)
-        asked = own, codes, description.read, wrapped, numbers
-        regions.append(Region(path, block, kind, strings, wraps, plain, traceable, *asked, functions=functions))
+        regions.append(
+            Region(
+                path,
+                block,
+                kind,
+                strings=description.code.strings,
+                wraps=wraps,
+                plain=plain,
+                traceable=traceable,
+                notes=own,
+                codes=codes,
+                read=description.read,
+                wrapped=wrapped,
+                numbers=numbers,
+                functions=functions,
+            )
+        )
         notes.add(own)
     counts = Counter(region.kind for region in regions)
     kept = []
@@ -309,10 +323,10 @@ def _notes_of(
         part = parts[path]
         for name in names:
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
-                notes.name(part.__dict__, name)
+                notes.watch(part.__dict__, name)
         note_part(part, notes, shown=shown is block, outermost=not path)
     for part, _ in wrapped_layers.wrapped(block, wraps):  # which is called as it is for as long as these are there
-        notes.hiding(part.__dict__, "forward")
-        notes.size(part._forward_hooks)
-        notes.size(part._forward_pre_hooks)
+        notes.watch_absent(part.__dict__, "forward")
+        notes.watch_len(part._forward_hooks)
+        notes.watch_len(part._forward_pre_hooks)
     return notes
