@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import comfy.sd
 import comfy.supported_models
@@ -42,40 +43,33 @@ COLUMNS = ("compiled", "DeepCache", "ControlNet", "quantised", "streamed", "capt
 
 HEAD = """# Models
 
-What was seen to work, by running it. Every class of ComfyUI 0.33 that is sampled has a row, those first that most
-people run: a tiny model of that class, loaded and sampled as ComfyUI does it, on a CPU. Every image was compared with
-the one that ComfyUI makes without this pack. Nothing here says how fast anything is. `dev.py test --all
-tests/comfyui/test_models.py --write-models` makes this page, from [models.json](models.json); the tests run the same
-rows and compare.
+What was seen to work, by running it: of every class of ComfyUI 0.33 that is sampled a tiny model, loaded and sampled as
+ComfyUI does it, on a CPU. Every image was compared with the one that ComfyUI makes without this pack. Nothing here says
+how fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models` makes this page, from
+[models.json](models.json); the tests run the same rows and compare.
 
-- **compiled**: block types, and the graphs that were made for them in the first image, a batch of 1. A negative prompt
-  beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more; or, where the row says so,
-  once more for the first larger batch: an input that has no row for each image looks in a batch of 1 as if it had.
-- **DeepCache**: of a run of 4 steps, every second one full.
-- **ControlNet**: run compiled beside the model, where the tests have one for it. Those that come as model patches
-  (Qwen-Image DiffSynth, Z-Image Fun, Uni3C) run uncompiled between the model's compiled blocks, with DeepCache too;
-  for these and other nodes see [compatibility.md](compatibility.md#nodes-that-change-the-model).
-- **quantised**: weights stored in fp8, with a LoRA too; “–” where ComfyUI itself cannot run it so.
+- **compiled**: block types/graphs made for them in the first image, a batch of 1. A negative prompt beside it, another
+  size, a longer prompt, a batch of 3 and a LoRA compiled nothing more, or (+) as many for the first larger batch.
+- **DeepCache**: every second of 4 steps was skipped.
+- **ControlNet**: compiled beside the model, where the tests have one for it.
+- **fp8**: weights stored so, with a LoRA too; “–” where ComfyUI itself cannot run it.
 - **streamed**: weights that ComfyUI streams (DynamicVRAM), on a stand-in for its allocator that takes them away at
-  random, with a LoRA and with other weights of the family in between; the device never held more than its capacity and
-  two blocks. “–” for a ComfyUI without it.
+  random, with a LoRA and with other weights of the family in between.
 - **captured**: whole calls captured and replayed, on a stand-in for CUDA graphs.
 
 """
 
 NOTES = """
-The newest ComfyUI in which a family was run is in the last column; in older ones that have it, the rows are in
-models.json. “Not seen” means that it has not been seen to work: it was not run yet, or the test fails. RT-DETR, SAM 3
-and Depth Anything 3 are not sampled. *Wan causal* with ComfyUI's *Sampler AR Video* runs uncompiled, for the same
-images: its blocks write down in a dict what the next frames need. *PiD*'s two pixel blocks run uncompiled, as they hold
+RT-DETR, SAM 3 and Depth Anything 3 are not sampled. *Wan causal* with ComfyUI's *Sampler AR Video* runs uncompiled, for
+the same images: its blocks write down what the next frames need. *PiD*'s two pixel blocks run uncompiled, as they hold
 a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
 
-Newer models were not run; blocks of their shape were, on ComfyUI 0.33 and outside of a model. *Kandinsky 6*'s are
-compiled once for every size, as are *Qwen-Image 2.1*'s with the function for attention that each call gives them: one
-graph, and one more where the model keeps what it made of the text. The calls that fill that cache run uncompiled.
-*Prism*'s rotate their tokens 256 at a time, so they get a graph for each of the first four sizes and run uncompiled at
-others.
+Newer models were not run; blocks of their shape were, on ComfyUI 0.33. *Kandinsky 6*'s and *Qwen-Image 2.1*'s are
+compiled once for every size. *Prism*'s rotate their tokens 256 at a time, so they get a graph for each of the first
+four sizes and run uncompiled at others.
 """
+
+GOOD = re.compile("2 of 4 steps skipped|compiled|replayed|fp8")
 
 
 SETTINGS = CompileSettings(backend="eager")
@@ -275,13 +269,24 @@ def test_model_does_what_the_page_says(name, column, request):
 
 def page(known: dict[str, dict[str, dict[str, str]]]) -> str:
     """The page. known: family → version of ComfyUI → column → what was seen."""
-    lines = [f"| Model | {' | '.join(COLUMNS)} | ComfyUI |", f"|---{'|---' * (len(COLUMNS) + 1)}|"]
+    lines = [f"| Model | {' | '.join(COLUMNS).replace('quantised', 'fp8')} |", f"|---{'|---' * len(COLUMNS)}|"]
+    why: dict[str, int] = {}
+
+    def cell(seen: str) -> str:
+        if count := re.match(r"(\d+) kinds?, (\d+) graphs?(?:, (\d+) more)?", seen):
+            return f"{count[1]}/{count[2]}" + (f" +{count[3]}" if count[3] else "")
+        if GOOD.fullmatch(seen):
+            return "yes"
+        reason = seen.removeprefix("no: ").removeprefix("not captured as a CUDA graph: ")
+        return f"no ({why.setdefault(reason, len(why) + 1)})" if seen.startswith("no: ") else seen
+
     for name in (name for name in FAMILIES if name in known):
         rows = known[name]
         newest = max(rows, key=lambda version: [int(part) for part in version.split(".")])
-        cells = (rows[newest].get(column, "not seen") for column in COLUMNS)
-        lines.append(f"| {name} | {' | '.join(cells)} | {newest} |")
-    return HEAD + "\n".join(lines) + "\n" + NOTES
+        cells = [cell(rows[newest].get(column, "not seen")) for column in COLUMNS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    reasons = [f"{number}. {reason}" for reason, number in why.items()]
+    return HEAD + "\n".join([*lines, "", *reasons]) + "\n" + NOTES
 
 
 def test_each_class_of_core_that_is_sampled_has_a_row():
