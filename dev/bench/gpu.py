@@ -38,7 +38,6 @@ from .gpu_cases import (
     TimeBudget,
     merged,
     named,
-    replaced,
     size_of,
 )
 
@@ -84,17 +83,16 @@ class Results:
         }
         self._old: dict[str, list] = {"rows": [], "skipped": []}
         if options.add:
-            self._old = json.loads(options.add.read_text(encoding="utf-8"))
+            old = json.loads(options.add.read_text(encoding="utf-8"))
             for name in ("name", "torch"):
-                if self._old["device"][name] != self.facts["device"][name]:
+                if old["device"][name] != self.facts["device"][name]:
                     raise Problem(f"--add {options.add} is of another {name}: measure all of it here.")
+            known = (*PARTS, "cold")  # earlier versions measured more
+            self._old = {kind: [row for row in old[kind] if row["part"] in known] for kind in self._old}
 
     def add(self, row: report.Row) -> None:
         """Keep the row, print it, and write all files anew."""
-        if "why" in row:
-            self.skips = replaced(self.skips, row)
-        else:
-            self.rows = replaced(self.rows, row)
+        (self.skips if "why" in row else self.rows).append(row)
         if "kernel" not in row or gpu_page.is_telling(row["kernel"]):  # there are hundreds; the page has them
             print(gpu_page.line(row), file=sys.stderr, flush=True)
         self.save()
@@ -186,7 +184,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     earlier = "benchmarks.json of an earlier run on this device: its rows stay where this run has none about the same"
     add("--add", type=Path, metavar="FILE", help=earlier)
     add("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
-    most = "measure what tells most in under ten minutes: default, what it leaves to default-2, or a part of the rest"
+    most = "measure what tells most in under ten minutes: default, or what it leaves to default-2"
     add("--plan", choices=gpu_plan.PLANS, help=most)
     lacking = "measure nothing: put there what a machine lacks that has torch, transformers and no network"
     add("--prepare", type=Path, metavar="FOLDER", help=lacking)

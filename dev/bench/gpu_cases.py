@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .report import Row
-from .session_plan import STEPS, Step
 
 MODELS = ("SDXL", "SD1.5", "Flux", "Z-Image", "Qwen-Image", "Wan")
 """SDXL first: the goals are about it."""
@@ -19,7 +18,7 @@ BATCHES = (1, 4)
 
 QUICK_MODELS, QUICK_SIZES, QUICK_BATCHES = ("SDXL",), ((512, 512), (720, 960)), (1,)
 
-SHARES = {"steps": 0.62, "profile": 0.05, "sizes40": 0.09, "session": 0.24}
+SHARES = {"steps": 0.8, "profile": 0.05, "sizes40": 0.12, "attention": 0.03}
 """The parts in order, each with its share of a model's time."""
 
 PARTS = tuple(SHARES)
@@ -66,9 +65,6 @@ CONTENDERS = {
 }
 """In the order in which each case runs them: those that the goals are about come first."""
 
-COMPILING = (EAGER, CAPTURED, COMPILED, CORE)
-"""Contenders of the part "session": they cache no steps."""
-
 SAMPLED = 3
 """Steps of a first image, and of an image that is compared with the eager one."""
 
@@ -77,11 +73,6 @@ MADE_TO_SKIP = 30
 
 COLD, WARM = "cold", "warm"
 """Starts: with nothing compiled, and the same image again."""
-
-SESSION = tuple(step for step in STEPS if step.name not in ("960x720", "weights reloaded"))
-"""Sixteen of the session's prompts. Loading weights says nothing about speed here."""
-
-QUICK_SESSION = tuple(step for step in SESSION if step.name in ("512x512", "720x960", "LoRA at 0.8", "ControlNet on"))
 
 
 @dataclass(frozen=True)
@@ -104,18 +95,6 @@ def cases(sizes: Iterable[tuple[int, int]], batches: Iterable[int]) -> list[Case
     """Every size at the first batch, then at the next."""
     sizes = tuple(sizes)
     return [Case(width, height, batch) for batch in batches for width, height in sizes]
-
-
-def turns(names: Sequence[str]) -> list[list[str]]:
-    """Groups of contenders that take turns: everything quick to prepare, then core's node beside eager and graphs.
-
-    A run that is cut while core's node compiles keeps the first group's rows. Rows of the second group replace
-    earlier ones of the same contender.
-    """
-    ours = [name for name in names if name != CORE]
-    if ours == list(names) or ours == [EAGER]:
-        return [list(names)]
-    return [ours, [*(name for name in (EAGER, CAPTURED) if name in names), CORE]]
 
 
 def forty_sizes() -> list[tuple[int, int]]:
@@ -173,26 +152,15 @@ def skipped(part: str, model: str, what: str, contender: str, why: str = "no tim
     return {"part": part, "model": model, "what": what, "contender": contender, "why": why}
 
 
-_NAMES = ("part", "model", "flags", "contender", "size", "batch", "step", "start", "number", "kernel", "what")
-"""Fields that say what a row is about."""
+_NAMES = ("part", "model", "flags", "contender", "size", "batch", "start", "number", "what")
+"""Fields that say what a row is about. A contender's kernels are about the same, and replaced together."""
 
 
 def merged(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
-    """The new rows, and the old ones about something else. A contender's kernels are replaced together."""
-    measured = {_about(row) for row in new}
-    return [row for row in old if _about(row) not in measured] + list(new)
+    """The new rows, and the old ones about something else."""
 
+    def about(row: Row) -> tuple:
+        return tuple(row.get(name) for name in _NAMES)
 
-def replaced(rows: Iterable[Row], row: Row) -> list[Row]:
-    """The rows with this one, in place of an earlier one about the same."""
-    return [*(known for known in rows if _about(known, _NAMES) != _about(row, _NAMES)), row]
-
-
-def _about(row: Row, names: Sequence[str] | None = None) -> tuple:
-    names = names or [name for name in _NAMES if name != "kernel"]
-    return tuple(row.get(name) for name in names)
-
-
-def in_session(control: bool, steps: Sequence[Step]) -> list[Step]:
-    """The session's prompts for a model; control: whether it has a ControlNet here."""
-    return [step for step in steps if control or not step.control]
+    measured = set(map(about, new))
+    return [row for row in old if about(row) not in measured] + list(new)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -39,35 +38,33 @@ class Lineup:
     `CAPTURED` has a GraphCache of its own. The others of ours share one, as in ComfyUI; they find the kernels that
     inductor wrote to disk for `CAPTURED`.
 
-    folder: where inductor keeps its files. model: for `patcher`; None where only `applied` is used. backend: inductor,
-    or eager to count graphs alone. capturer: instead of CUDA's.
+    folder: where inductor keeps its files. backend: inductor, or eager to count graphs alone. capturer: instead of
+    CUDA's.
     """
 
-    def __init__(self, folder: Path, limit: RecompileLimit, backend: str, model: Any = None, capturer: Any = None):
+    def __init__(self, folder: Path, limit: RecompileLimit, backend: str, model: Any, capturer: Any = None):
         self._folder, self._limit, self._backend, self._model = folder, limit, backend, model
         self._made: dict[str, Any] = {}
         self._gave_up: set[str] = set()
-        self._network = ""
-        """The model's class; captured calls are listed under its name."""
+        self._network = type(model.model.diffusion_model).__name__
+        """Captured calls are listed under this name."""
         self.blocks_cache = GraphCache(max_bytes=CACHE_BYTES)
         self.cache = GraphCache(max_bytes=CACHE_BYTES)
         if capturer is not None:
             self.cache.captures, self.blocks_cache.captures = CapturePool(capturer), CapturePool(capturer)
 
     def patcher(self, name: str) -> Any:
-        """The contender's ModelPatcher, made once."""
+        """The contender's ModelPatcher, which its node, or nodes, give; made once."""
         if name not in self._made:
-            self._made[name] = self.applied(name, self._model)
+            self._made[name] = self._applied(name)
         return self._made[name]
 
-    def applied(self, name: str, model: Any) -> Any:
-        """What the contender's node, or nodes, give for this ModelPatcher."""
-        self._network = type(model.model.diffusion_model).__name__
+    def _applied(self, name: str) -> Any:
         if name in (EAGER, CORE):
-            return node(name, self._backend)(model)
+            return node(name, self._backend)(self._model)
         contender = CONTENDERS[name]
         settings = CompileSettings(backend=self._backend, measured=contender.quality is not None)
-        model = accelerate(model, settings, self._cache_of(name), graphs=contender.has_graphs)
+        model = accelerate(self._model, settings, self._cache_of(name), graphs=contender.has_graphs)
         return apply_deep_cache(model, QUALITIES[contender.quality]) if contender.skips else model
 
     @contextmanager
@@ -89,15 +86,15 @@ class Lineup:
             if self._limit.heard:
                 self._gave_up.add(name)
             spent, now = counts().since(before), self._graphs(name)
-            blocks, calls = self._reasons(fell_back)
+            fallen = fallbacks.rows(since=fell_back)
             row.update(
                 compilations=spent.graphs,
                 graph_breaks=spent.breaks,
                 gave_up=self._limit.heard,
-                uncompiled=sum(blocks.values()),
+                uncompiled=sum(row["calls"] for row in fallen if row["block"] != self._network),
                 captures=now[0] - captures,
                 replays=now[1] - replays,
-                reasons=[*blocks, *calls],
+                reasons=list(dict.fromkeys(row["reason"] for row in fallen)),
             )
 
     def kept_bytes(self) -> int:
@@ -121,15 +118,6 @@ class Lineup:
             return 0, 0
         known = self._cache_of(name).statistics()
         return known["captures"], sum(row["hits"] for row in known["table"] if row["name"] == f"{self._network} call")
-
-    def _reasons(self, before: dict[tuple[str, Reason], int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Reason → calls since then: of blocks that ran uncompiled, and of model calls that were not captured."""
-        blocks: dict[str, int] = {}
-        calls: dict[str, int] = {}
-        for row in fallbacks.rows(since=before):
-            found = calls if row["block"] == self._network else blocks
-            found[row["reason"]] = found.get(row["reason"], 0) + row["calls"]
-        return blocks, calls
 
 
 def ran_as(name: str, replays: int, calls: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .vae import resident_mb
 
-WARM_UP, ROUNDS = 3, 10
+ROUNDS = 10
 SIDE, SIDE_CPU = 8192, 512
 
 
@@ -39,16 +38,20 @@ def described(device: torch.device) -> dict[str, Any]:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Floating-point operations a second of square matrix products, the median of `ROUNDS` after warm-up."""
+    """Floating-point operations a second of square matrix products."""
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(WARM_UP + ROUNDS):
+    return 2 * side**3 / seconds_of(lambda: one @ other, device)
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one of several calls in a row, after two to warm up."""
+    for count in (2, ROUNDS):
         wait(device)
         started = time.perf_counter()
-        one @ other
+        for _ in range(count):
+            call()
         wait(device)
-        seconds.append(time.perf_counter() - started)
-    return 2 * side**3 / statistics.median(seconds[WARM_UP:])
+    return (time.perf_counter() - started) / ROUNDS
 
 
 def wait(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import comfy.supported_models
 import torch
 from comfy.patcher_extension import WrappersMP
 from kit import made_up_device, tiny_models
-from kit.families import nested
+from kit.families import FAMILIES, nested
 from kit.tiny_models import Family
 
 from . import full_size
@@ -85,6 +85,24 @@ FULL = {
 }
 """Dtypes as core chooses them on a recent card. 5 latent frames are a clip of 17, of LTX 2 one of 33."""
 
+
+def shallow(name: str, layers: int) -> Subject:
+    """The full-size model with so many layers of each kind."""
+    subject = FULL[name]
+    if name in ("SD1.5", "SDXL"):
+        upper = int(name == "SD1.5")  # transformer blocks at the upper level
+        changes = {
+            **{"channel_mult": [1, 2], "num_res_blocks": [layers] * 2, "transformer_depth_middle": 1},
+            "transformer_depth": [upper] * layers + [1] * layers,
+            "transformer_depth_output": [upper] * (layers + 1) + [1] * (layers + 1),
+        }
+    else:
+        depths = dict.fromkeys(("Flux", "Flux.2", "HunyuanVideo"), ("depth", "depth_single_blocks"))
+        depths |= {"Z-Image": ("n_layers", "n_refiner_layers"), "SD3": ("num_blocks",)}
+        changes = dict.fromkeys(depths.get(name, ("num_layers",)), layers)
+    return replace(subject, family=replace(subject.family, config={**subject.family.config, **changes}))
+
+
 _SDXL = {
     **tiny_models.UNET,
     "num_res_blocks": [1, 1],
@@ -96,22 +114,8 @@ _SDXL = {
     "num_classes": "sequential",
     "adm_in_channels": 2816,
 }
-_QWEN_IMAGE = {**full_size.QWEN_IMAGE.config, **tiny_models.QWEN_IMAGE, "num_layers": 3}
-_WAN = {**tiny_models.WAN, "model_type": "t2v", "num_layers": 3}
-_Z_IMAGE = {
-    **full_size.Z_IMAGE.config,
-    **{"dim": 288, "n_heads": 3, "n_kv_heads": 3, "n_layers": 3, "n_refiner_layers": 1},
-    **{"axes_dims": [32, 32, 32], "cap_feat_dim": 48},
-}
-
-_small = {
-    "SDXL": Family("SDXL", "SDXL", _SDXL, 64, 1280),
-    "SD1.5": replace(tiny_models.UNET_FAMILY, name="SD1.5"),
-    "Flux": Family("Flux", "Flux", {**tiny_models.FLUX, "guidance_embed": True}, 64, 32),
-    "Z-Image": Family("Z-Image", "ZImage", _Z_IMAGE, 48),
-    "Qwen-Image": Family("Qwen-Image", "QwenImage", _QWEN_IMAGE, 48),
-    "Wan": Family("Wan", "WAN21_T2V", _WAN, 48),
-}
+_small = {name: FAMILIES[name].family for name in ("SD1.5", "Flux", "Z-Image", "Qwen-Image", "Wan")}
+_small["SDXL"] = Family("SDXL", "SDXL", _SDXL, 64, 1280)
 
 QUICK = {
     name: replace(
@@ -138,23 +142,6 @@ class Run(NamedTuple):
     answer: torch.Tensor
     host_ms: float
     device_ms: float | None
-
-
-class FirstAnswer:
-    """Keeps the model's first output before guidance, outside of what compilers see."""
-
-    def __init__(self) -> None:
-        self.answer: torch.Tensor | None = None
-
-    def watch(self, model: Any) -> None:
-        """Watch the runs of this ModelPatcher and of its clones."""
-
-        def see(args: dict[str, Any]) -> Any:  # a function, since cloning copies objects
-            if self.answer is None:
-                self.answer = torch.cat(list(args["conds_out"])).float().cpu()
-            return args["conds_out"]
-
-        model.set_model_sampler_pre_cfg_function(see)
 
 
 class CallTimes:
@@ -195,16 +182,18 @@ class Runs:
     def __init__(self, subject: Subject, model: Any = None):
         self._subject = subject
         self._device = subject.device
-        self._first, self._calls = FirstAnswer(), CallTimes(self._device)
+        self._answer: torch.Tensor | None = None
+        self._calls = CallTimes(self._device)
         self.model = model or subject.load()
-        self._first.watch(self.model)
+        # Outside of what compilers see; a function, since cloning copies methods with their objects.
+        self.model.set_model_sampler_pre_cfg_function(lambda args: self._see(args))
         self._calls.watch(self.model)
         self._prompts = subject.prompts()
         self._flops: dict[Case, int] = {}
 
     def run(self, model: Any, case: Case, steps: int) -> Run:
         """Sample the case in so many steps, as ComfyUI's own node does."""
-        self._first.answer = None
+        self._answer = None
         ends: list[float] = []
 
         def after_step(*_: Any) -> None:
@@ -217,7 +206,13 @@ class Runs:
         wait(self._device)
         seconds = time.perf_counter() - started
         each = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        return Run(image.float().cpu(), seconds, each, self._first.answer, *self._calls.of_a_step(steps))
+        return Run(image.float().cpu(), seconds, each, self._answer, *self._calls.of_a_step(steps))
+
+    def _see(self, args: dict[str, Any]) -> Any:
+        """Keep the model's first output of a run before guidance."""
+        if self._answer is None:
+            self._answer = torch.cat(list(args["conds_out"])).float().cpu()
+        return args["conds_out"]
 
     def flops(self, case: Case) -> int:
         """Floating-point operations of one eager step, by torch's count."""

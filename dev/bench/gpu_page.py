@@ -16,7 +16,6 @@ OF_EAGER = (
     ("SD1.5", "512x512", "Speed Up with ComfyUI's default flags", DEFAULT, SPEED_UP, 1.0),
 )
 """How many times as fast as eager a model has to be: size, words, ComfyUI's flags, contender, times."""
-STALLS_OF_CORE = 0.1
 SHOWN = 0.02
 """Share of a step from which on a kernel is on the page."""
 MOST_GROWTH = 1.03
@@ -48,10 +47,9 @@ LEGEND = """\
 - First images: cold with nothing compiled, warm the same image once more. Compiler folders are empty at first; ours
   share theirs: the first of them starts cold, the others find its kernels on disk.
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
-  Speed Up: as the node installs it.
-- A prompt's stall: its seconds minus those of the same prompt once more."""
+  Speed Up: as the node installs it."""
 
-_TEXTS = ("flags", "contender", "kernel", "size", "start", "ran as", "notes", "model", "part", "what", "why")
+_TEXTS = ("flags", "contender", "kernel", "size", "start", "ran as", "model", "part", "what", "why", "q", "chosen by")
 _TEXTS += ("by kind", "by stage")
 
 Place = tuple[str, str, int]
@@ -74,17 +72,9 @@ def goals(rows: Sequence[Row], has_gpu: bool) -> list[Goal]:
     if not has_gpu:
         return [outputs]
     core = "CUDA graphs at least as fast as core's TorchCompileModel at every size"
-    stalls = f"the session's stalls with CUDA graphs at most {STALLS_OF_CORE:.0%} of core's"
     return [
         *_each(rows, "steps", core, _beside_core),
-        *(
-            _goal(
-                f"{model}, {size}, {words}: at least {least} times eager",
-                _beside_eager(rows, (model, size, 1), flags, name, least),
-            )
-            for model, size, words, flags, name, least in OF_EAGER
-        ),
-        *_each(rows, "session", stalls, _stalls),
+        *(_of_times(rows, *goal) for goal in OF_EAGER),
         *_each(rows, "sizes40", "forty sizes in a row, memory within the budget and flat", _flat),
         outputs,
     ]
@@ -119,6 +109,11 @@ def _goal(what: str, judged: Judgement) -> Goal:
     return Goal(f"{what}: {state} ({figure}).", state)
 
 
+def _of_times(rows: Sequence[Row], model: str, size: str, words: str, flags: str, name: str, least: float) -> Goal:
+    judged = _beside_eager(rows, (model, size, 1), flags, name, least)
+    return _goal(f"{model}, {size}, {words}: at least {least} times eager", judged)
+
+
 def _timed(rows: Iterable[Row], contender: str, flags: str | None = None) -> dict[Place, Row]:
     """By place; flags: ComfyUI's, None: whichever."""
     own = (row for row in rows if row["part"] == "steps" and row["contender"] == contender and _ran(row))
@@ -146,18 +141,6 @@ def _beside_eager(rows: Sequence[Row], case: Place, flags: str, contender: str, 
     if row["ran_as"] == NO_REPLAYS and row["flags"] == NATIVE:
         return None, f"{times:.2f}, but as compiled blocks alone"
     return times >= least, f"{times:.2f}"
-
-
-def _stalls(rows: Sequence[Row]) -> Judgement:
-    own, core = (
-        {row["step"]: row["stall_s"] for row in rows if row["contender"] == contender and "stall_s" in row}
-        for contender in (CAPTURED, CORE)
-    )
-    if not own.keys() & core.keys():
-        return None, "not run by both"
-    ours, theirs = sum(own.values()), sum(core.values())
-    figure = f"{ours:.1f} s in {len(own)} prompts, core {theirs:.1f} s in {len(core)}"
-    return ours <= STALLS_OF_CORE * theirs if len(own) == len(core) else None, figure
 
 
 def _flat(rows: Sequence[Row]) -> Judgement:
@@ -207,11 +190,9 @@ def _name(case: Place) -> str:
 
 
 def _place(row: Row) -> str:
-    """Where in its part: the case, the prompt or the start."""
-    if row["part"] in ("steps", "profile"):
+    """Where in its part: the case, the size or the start."""
+    if row["part"] in ("steps", "profile", "attention"):
         return f"{_name(_case(row))}, "
-    if row["part"] == "session":
-        return f"session, {row['step']}, "
     return f"{row['start']} start, " if row["part"] == "cold" else f"size {row['number']} of 40, "
 
 
@@ -287,29 +268,13 @@ def cold_table(rows: Sequence[Row]) -> str:
     return f"### First images at {rows[0]['size']}\n\n{table}"
 
 
-def session_table(rows: Sequence[Row]) -> str:
-    """A line for each contender."""
-    by: dict[str, list[Row]] = {}
-    for row in rows:
-        if "stall_s" in row:
-            by.setdefault(row["contender"], []).append(row)
-
-    def gave_up(own: list[Row]) -> str:
-        return next((f"recompile limit at {row['step']}" for row in own if row["gave_up"]), "")
-
+def attention_table(rows: Sequence[Row]) -> str:
     columns = {
-        "contender": lambda own: _label(own[0]),
-        "prompts": len,
-        "stalls s": lambda own: sum(row["stall_s"] for row in own),
-        "after the first s": lambda own: sum(row["stall_s"] for row in own[1:]),
-        "worst after it s": lambda own: max((row["stall_s"] for row in own[1:]), default=None),
-        "compiled": lambda own: sum(row["compilations"] for row in own),
-        "after the first": lambda own: sum(row["compilations"] for row in own[1:]),
-        "captured": lambda own: sum(row["captures"] for row in own),
-        "difference": lambda own: f"{max(row['answer_diff'] for row in own):.1e}",
-        "notes": gave_up,
+        **{"size": "size", "batch": "batch", "flags": "flags", "q": "q", "chosen by": "chosen_by"},
+        **{"kernel": lambda row: row.get("kernel", row.get("without")), "ms": lambda row: row.get("attention_ms")},
+        "TFLOP/s": lambda row: row.get("tflops"),
     }
-    return f"### Session\n\n{_table(list(by.values()), columns)}"
+    return f"### The longest attention\n\n{_table(rows, columns)}"
 
 
 def forty_table(rows: Sequence[Row]) -> str:
@@ -326,8 +291,11 @@ def forty_table(rows: Sequence[Row]) -> str:
 
 
 TABLES = {
-    **{"steps": steps_table, "profile": profile_table, "cold": cold_table},
-    **{"session": session_table, "sizes40": forty_table},
+    "steps": steps_table,
+    "profile": profile_table,
+    "cold": cold_table,
+    "sizes40": forty_table,
+    "attention": attention_table,
 }
 
 
@@ -335,20 +303,31 @@ def line(row: Row) -> str:
     """One row in words, while the bench runs."""
     if "why" in row:
         return f"{row['model']}, {row['part']}, {row['what']}, {row['contender']}: left out, {row['why']}"
-    names = ("size", "batch", "number", "step", "start", "flags", "contender", "kernel")
+    names = ("size", "batch", "number", "start", "flags", "contender", "chosen_by", "kernel")
     figures = (
-        "failed",
-        "step_ms",
-        "eager_ms",
-        "host_ms",
-        "device_ms",
-        "calls",
-        "kernel_ms",
-        "first_image_s",
-        "stall_s",
+        *(
+            "failed",
+            "step_ms",
+            "eager_ms",
+            "host_ms",
+            "device_ms",
+            "calls",
+            "kernel_ms",
+            "attention_ms",
+            "first_image_s",
+        ),
+        *(
+            "image_s",
+            "full_steps",
+            "skipped_steps",
+            "compilations",
+            "kinds_s",
+            "stages_s",
+            "uncompiled",
+            "ran_as",
+            "answer_diff",
+        ),
     )
-    figures += ("image_s", "full_steps", "skipped_steps", "compilations", "kinds_s", "stages_s", "uncompiled", "ran_as")
-    figures += ("answer_diff",)
     told = [f"{name} {row[name]:{'.3g' if isinstance(row[name], float) else ''}}" for name in figures if name in row]
     return ", ".join([row["model"], row["part"], *(str(row[name]) for name in names if name in row), *told])
 

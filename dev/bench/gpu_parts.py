@@ -1,4 +1,4 @@
-"""The parts of `bench gpu` on one model, row by row: steps with first images, kernels, forty sizes, a session.
+"""The parts of `bench gpu` on one model, row by row: steps with first images, kernels, attention, forty sizes.
 
 Import it after `inprocess.boot` and `pack.load`.
 """
@@ -6,49 +6,47 @@ Import it after `inprocess.boot` and `pack.load`.
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
+import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import comfy.ops
 import torch
 from comfy_accel.accel.core.errors import one_line
 from comfy_accel.accel.report.run_record import records
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import gpu_device
 from .compilations import RecompileLimit, seconds_heard
 from .gpu_cases import (
     CAPTURED,
     COLD,
-    COMPILING,
     CONTENDERS,
     CORE,
     EAGER,
     MADE_TO_SKIP,
-    QUICK_SESSION,
     SAMPLED,
-    SESSION,
     WARM,
     Case,
     TimeBudget,
     cases,
     forty_sizes,
-    in_session,
     skipped,
-    turns,
 )
 from .gpu_contenders import CACHE_BYTES, Lineup, ran_as
-from .gpu_models import FULL, QUICK, FirstAnswer, Run, Runs, Subject, difference, free, tolerance
+from .gpu_models import FULL, QUICK, Run, Runs, difference, free, shallow, tolerance
 from .report import Row
-from .session import Session
-from .session_plan import Step
 
 ROUNDS, TIMED = 2, 6
-"""Turns that every contender takes at a case, and timed steps of a turn: twelve in all."""
+"""Turns that a contender takes with eager at a case, and timed steps of a turn: twelve in all."""
 
 WARM_UP = 16
 """Steps after which calls are replayed, probes of compiled blocks included."""
@@ -59,15 +57,12 @@ SHOWN, NAME_LENGTH = 25, 90
 FORTY_BYTES, FORTY_STEPS = 6 << 30, 6
 """Budget of the forty sizes, and steps of each: enough for a model call to be captured and replayed."""
 
-SESSION_STEPS, QUICK_SESSION_STEPS = 6, 2
-"""A new size is compiled and captured within its first image, so the second has none of that."""
-
 
 @dataclass
 class Turns:
-    """What one contender has done at one case so far."""
+    """What one contender has done at one case so far. row: its row, as far as that is known."""
 
-    row: Row
+    row: Row = field(default_factory=dict)
     expected_calls: int = 0
     runs: list[Run] = field(default_factory=list)
     replays: int = 0
@@ -94,7 +89,8 @@ class Parts:
         matrix_flops: float,
         capturer: Any = None,
     ):
-        self._model, self._quick, self._budget, self._limit, self._work = model, options.quick, budget, limit, work
+        self._model, self._budget, self._limit, self._work = model, budget, limit, work
+        self._is_quick = options.quick
         self._subject = (QUICK if options.quick else FULL)[model]
         self._names = options.contenders
         self._cases = cases(options.sizes, options.batches)
@@ -103,60 +99,40 @@ class Parts:
         self._runs: Runs | None = None
         self._lineup: Lineup | None = None
         self._seconds: dict[str, float] = {}
-        """What a contender's start at a case took, and each of its turns ("turn NAME")."""
-        self._earlier: dict[tuple[Case, str], Row] = {}
+        """What a contender took at its last case, without what it waited for a compiler."""
         self._begun: set[str] = set()
         """Contenders whose cold start is known."""
 
     def steps(self) -> Iterator[Row]:
-        """Seconds a step and the output of every contender at each case, taken in turns, eager first.
+        """Seconds a step and the output of every contender at each case, in turns with eager, which comes first.
 
         And the first image of those that find nothing compiled, cold and once more: rows of the part "cold".
         """
         self._load()
-        for names in turns(self._names):
-            for case in self._cases:
-                yield from self._case(case, names)
-
-    def _case(self, case: Case, names: Sequence[str]) -> Iterator[Row]:
-        expected: Run | None = None
-        running: dict[str, Turns] = {}
-        reserve = sum(self._seconds.get(f"turn {name}", 0) for name in names) * ROUNDS
-        for name in names:
-            fits = self._budget.fits(self._seconds.get(name, 0) + reserve)
-            if not fits or (name != EAGER and expected is None):  # nothing to compare with
-                if (case, name) not in self._earlier:
-                    yield skipped("steps", self._model, str(case), name)
-                continue
-            row, run, starts = self._warmed(case, name, expected)
-            yield from starts
-            if run is None:
-                yield row
-            else:
-                running[name] = Turns(row)
-            if name == EAGER:
-                expected = run
-        for _ in range(ROUNDS):
-            for name in list(running):
-                started = time.monotonic()
-                failure = self._turn(case, name, running[name])
-                self._seconds[f"turn {name}"] = time.monotonic() - started
-                if failure is not None:
-                    yield {**running.pop(name).row, "failed": failure}
-        if not running:
-            return
-        with torch.inference_mode():
-            flops = self._runs.flops(case)
-        eager_ms = statistics.median(running[EAGER].steps) * 1e3 if EAGER in running else None
-        for name, done in running.items():
-            self._earlier[case, name] = row = self._result(name, done, flops, eager_ms)
-            yield row
+        for case in self._cases:
+            expected: Run | None = None
+            for name in self._names:
+                fits = self._budget.fits(self._seconds.get(name, 0))
+                if not fits or (name != EAGER and expected is None):
+                    why = "eager has no image of it" if fits else "no time left"
+                    yield skipped("steps", self._model, str(case), name, why)
+                    continue
+                began = time.monotonic()
+                row, run, starts = self._warmed(case, name, expected)
+                yield from starts
+                if run is None:
+                    yield row
+                    continue
+                yield self._timed(case, name, row)
+                # Ours compile at their first case alone; core's node may at any.
+                compiling = 0.0 if name == CORE else max(row["first_image_s"] - run.seconds, 0.0)
+                self._seconds[name] = time.monotonic() - began - compiling
+                expected = expected or run
 
     def _warmed(self, case: Case, name: str, expected: Run | None) -> tuple[Row, Run | None, list[Row]]:
         """The contender's row so far, a warm run of it (None where it failed), and rows of a cold start."""
         row = {**self._about("steps", name, case), "width": case.width, "height": case.height}
         row |= {"frames": self._subject.frames, "dtype": self._subject.dtype}
-        began = time.monotonic()
         try:
             with seconds_heard() as heard, self._lineup.running(name) as spent:
                 gpu_device.forget_peak(self._subject.device)
@@ -172,21 +148,11 @@ class Parts:
         except Exception as error:
             torch.cuda.empty_cache()
             return {**row, "failed": one_line(error)}, None, []
-        taken = time.monotonic() - began
-        # Ours compile at their first case alone; core's node may at any.
-        self._seconds[name] = taken if name == CORE else taken - max(first.seconds - run.seconds, 0)
         answered = {
             "answer_diff": difference(run.answer, reference.answer),
             "tolerance": tolerance(self._subject.dtype),
         }
-        row |= {
-            **_sum(_sum(spent, settling), again),
-            **answered,
-            "first_image_s": round(first.seconds, 3),
-        }
-        earlier = self._earlier.get((case, name))
-        if earlier is not None:
-            row = {**_sum(row, earlier), "first_image_s": earlier["first_image_s"]}
+        row |= {**_sum(_sum(spent, settling), again), **answered, "first_image_s": round(first.seconds, 3)}
         # Of ours, all but the first find what a contender before them has compiled.
         is_alone = name in (EAGER, CORE) or self._begun <= {EAGER, CORE}
         if not is_alone or name in self._begun or case != self._cases[0]:
@@ -203,42 +169,52 @@ class Parts:
         ]
         return row, run, starts
 
-    def _turn(self, case: Case, name: str, done: Turns) -> str | None:
-        """One timed run; the reason if it failed."""
+    def _timed(self, case: Case, name: str, row: Row) -> Row:
+        """The contender's whole row, once it has taken its turns with eager."""
+        own = Turns(row)
+        eager = own if name == EAGER else Turns()
+        for _ in range(ROUNDS):
+            for contender, turns in {EAGER: eager, name: own}.items():
+                try:
+                    self._turn(case, contender, turns)
+                except Exception as error:
+                    torch.cuda.empty_cache()
+                    return {**row, "failed": one_line(error)}
+        with torch.inference_mode():
+            flops = self._runs.flops(case)
+        return self._result(name, own, flops, statistics.median(eager.steps) * 1e3)
+
+    def _turn(self, case: Case, name: str, turns: Turns) -> None:
+        """One timed run."""
         steps = 1 + (MADE_TO_SKIP if CONTENDERS[name].skips else TIMED)
         gpu_device.forget_peak(self._subject.device)
-        try:
-            with self._lineup.running(name) as spent:
-                run = self._runs.run(self._lineup.patcher(name), case, steps)
-        except Exception as error:
-            torch.cuda.empty_cache()
-            return one_line(error)
-        done.runs.append(run)
-        done.replays += spent["replays"]
-        done.expected_calls += steps
+        with self._lineup.running(name) as spent:
+            run = self._runs.run(self._lineup.patcher(name), case, steps)
+        turns.runs.append(run)
+        turns.replays += spent["replays"]
+        turns.expected_calls += steps
         # Captured calls stay in memory whoever runs, also eagerly.
         peak_mb = gpu_device.peak_mb(self._subject.device, self._lineup.kept_bytes())
         graphs = self._lineup.graph_bytes(name)
-        done.row = {**_sum(done.row, spent), "peak_mb": peak_mb, "graphs_mb": None if graphs is None else _mb(graphs)}
+        turns.row = {**_sum(turns.row, spent), "peak_mb": peak_mb, "graphs_mb": None if graphs is None else _mb(graphs)}
         if CONTENDERS[name].skips:
             told = records.deep_cache()
-            done.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps, "image_s": run.seconds}
-        return None
+            turns.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps, "image_s": run.seconds}
 
-    def _result(self, name: str, done: Turns, flops: int, eager_ms: float | None) -> Row:
+    def _result(self, name: str, turns: Turns, flops: int, eager_ms: float) -> Row:
         caches = CONTENDERS[name].skips
         # Skipped and full steps differ by design: their mean is what a run pays.
-        seconds = (statistics.mean if caches else statistics.median)(done.steps)
+        seconds = (statistics.mean if caches else statistics.median)(turns.steps)
         return {
-            **done.row,
+            **turns.row,
             "step_ms": round(seconds * 1e3, 3),
-            "eager_ms": eager_ms and round(eager_ms, 3),
-            "host_ms": _least(run.host_ms for run in done.runs),
-            "device_ms": _least(run.device_ms for run in done.runs),
+            "eager_ms": round(eager_ms, 3),
+            "host_ms": _least(run.host_ms for run in turns.runs),
+            "device_ms": _least(run.device_ms for run in turns.runs),
             "steps_per_s": round(1 / seconds, 3),
-            "steps_timed": len(done.steps),
-            "replays": done.replays,
-            "ran_as": ran_as(name, done.replays, done.expected_calls),
+            "steps_timed": len(turns.steps),
+            "replays": turns.replays,
+            "ran_as": ran_as(name, turns.replays, turns.expected_calls),
             "tflop_a_step": round(flops / 1e12, 8),
             "share_of_matrix": None if caches else round(flops / seconds / self._matrix_flops, 4),
         }
@@ -273,6 +249,32 @@ class Parts:
                 calls, kernel_ms = round(count / SAMPLED, 1), round(microseconds / SAMPLED / 1e3, 4)
                 share = round(microseconds / total, 4)
                 yield {**place, "kernel": kernel[:NAME_LENGTH], "calls": calls, "kernel_ms": kernel_ms, "share": share}
+
+    def attention(self) -> Iterator[Row]:
+        """Which kernel this core takes for the model's longest attention, and what torch's others take for it."""
+        if not self._budget.fits():
+            yield skipped("attention", self._model, "the longest attention", EAGER)
+            return
+        self.free()
+        case, own = self._cases[0], functional.scaled_dot_product_attention
+        runs = Runs(self._subject if self._is_quick else shallow(self._model, layers=1))
+        with torch.inference_mode():
+            with mock.patch.object(functional, own.__name__, side_effect=own) as seen:
+                runs.run(runs.model, case, 1)
+            args, options = max(seen.call_args_list, key=lambda call: call.args[0].numel() * call.args[1].shape[-2])
+            seen.reset_mock()
+            shape = list(args[0].shape)
+            tflop = 4 * math.prod(shape) * args[1].shape[-2] / 1e12
+            for backend in (None, "FLASH_ATTENTION", "CUDNN_ATTENTION"):
+                row = {**self._about("attention", EAGER, case), "q": shape, "chosen_by": backend or "this core"}
+                call = functools.partial(_attend, backend, *args, **options)
+                try:
+                    seconds = gpu_device.seconds_of(call, self._subject.device)
+                    kernel = gpu_device.kernels(call, self._subject.device)[0][0][:NAME_LENGTH]
+                except (RuntimeError, IndexError) as error:
+                    yield {**row, "without": one_line(error)}
+                    continue
+                yield {**row, "kernel": kernel, "attention_ms": seconds * 1e3, "tflops": tflop / seconds}
 
     def sizes40(self) -> Iterator[Row]:
         """Forty sizes in a row with CUDA graphs, under a budget that does not hold them all.
@@ -315,37 +317,6 @@ class Parts:
         finally:
             cache.set_budget(max_bytes=CACHE_BYTES)
 
-    def session(self) -> Iterator[Row]:
-        """How long each contender makes a person wait beyond the steps themselves: a row for each prompt, eager first.
-
-        Each contender starts with nothing compiled. Prompts left after its time or a failure are reported as left out.
-        """
-        self.free()
-        eager: dict[str, Any] = {}
-        given = in_session(self._subject.has_control_net, QUICK_SESSION if self._quick else SESSION)
-        for contender in (name for name in COMPILING if name in self._names):
-            if not self._budget.fits():
-                yield skipped("session", self._model, "all prompts", contender)
-                continue
-            lineup = Lineup(self._work / "session" / contender, self._limit, self._backend)
-            measured = None
-            for number, step in enumerate(given, 1):
-                has_eager = contender == EAGER or step.name in eager
-                if not has_eager or (contender != EAGER and not self._budget.fits()):
-                    why = "no time left" if has_eager else "eager has no image of them"
-                    yield skipped("session", self._model, f"prompts {number} to {len(given)}", contender, why)
-                    break
-                row = {"part": "session", "model": self._model}
-                try:
-                    measured = measured or TimedSession(self._subject, contender, self._quick, self._limit, lineup)
-                    yield {**row, **measured.twice(step, eager)}
-                except Exception as error:
-                    yield {**row, "step": step.name, "contender": contender, "failed": one_line(error)}
-                    break
-            measured = lineup = None
-            gc.collect()
-            torch.cuda.empty_cache()
-
     def free(self) -> None:
         """Let go of the model and of everything compiled of it in this process."""
         self._runs = self._lineup = None
@@ -363,44 +334,18 @@ class Parts:
         return {**place, "contender": contender}
 
 
-class TimedSession(Session):
-    """One contender's run through the prompts, each sampled twice; its stall is what the first takes longer."""
-
-    def __init__(self, subject: Subject, contender: str, quick: bool, limit: RecompileLimit, lineup: Lineup):
-        self._lineup, self._subject, self._first = lineup, subject, FirstAnswer()
-
-        def apply(model: Any) -> Any:
-            seen = model.clone()
-            self._first.watch(seen)
-            return lineup.applied(contender, seen)
-
-        super().__init__(subject.family, contender, subject.dtype, quick, limit, apply, device=subject.device)
-        self._sampler_steps = QUICK_SESSION_STEPS if quick else SESSION_STEPS
-
-    def _latent(self, step: Step) -> torch.Tensor:
-        return self._subject.latent(Case(step.width, step.height, step.batch))
-
-    def twice(self, step: Step, eager: dict[str, Any]) -> Row:
-        """The prompt's row; `eager`: images by step and answers by (step, "answer"), filled by the contender eager."""
-        self._first.answer = None
-        with self._lineup.running(self._contender) as spent:
-            row = self.row(step, eager)
-            started = time.perf_counter()
-            self.image(step)
-            steady = time.perf_counter() - started
-        answer = self._first.answer
-        return {
-            **{key: row[key] for key in ("step", "contender", "first_image_s", "dtype")},
-            "answer_diff": difference(answer, eager.setdefault((step.name, "answer"), answer)),
-            "tolerance": tolerance(row["dtype"]),
-            "steady_s": round(steady, 3),
-            "stall_s": round(max(row["first_image_s"] - steady, 0), 3),
-            **spent,
-        }
+def _attend(backend: str | None, *args: Any, **options: Any) -> Any:
+    """Attention with a backend of torch's, by name; None: as core calls it."""
+    if backend is None:
+        return comfy.ops.scaled_dot_product_attention(*args, **options)
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return functional.scaled_dot_product_attention(*args, **options)
 
 
 def _sum(one: Row, other: Row) -> Row:
-    """The first row, with the counts of both."""
+    """The first row, with the counts of both; the other's where the first has none."""
+    if "compilations" not in one:
+        return {**one, **other}
     counts = ("compilations", "graph_breaks", "uncompiled", "captures")
     return {
         **one,

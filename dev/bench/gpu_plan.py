@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from kit import made_up_device
-
-from dev import PYTEST, ROOT, Problem
+from dev import ROOT, Problem
 from dev.tools.comfyui import complete, tree
 
-from .gpu_cases import BALANCED, CAPTURED, COMPILED, CORE, FAST, SPEED_UP
+from .gpu_cases import BALANCED, COMPILED, CORE, FAST, SPEED_UP
 
-MINUTES = 9.0
-SHORTER = {"default": 8.0, "default-2": 5.5}
-"""Minutes of a plan: both of these fit into fifteen of a card, its start included."""
+MINUTES = {"default": 8.0, "default-2": 5.5}
+"""Of a plan: both fit into fifteen of a card, its start included."""
+
+REST = 9.0
+"""Minutes of a plan's last stage, which takes what is left."""
 
 LEAST = 30
 """Seconds under which nothing more is begun."""
@@ -39,58 +39,44 @@ LEAST = 30
 
 @dataclass(frozen=True)
 class Stage:
-    """minutes: at most. arguments: of the module; none: the tests that need a card."""
+    """minutes: at most. arguments: of the module."""
 
     minutes: float
-    arguments: str = ""
+    arguments: str
     module: str = "dev.bench.gpu"
 
 
-_ONE = "--parts steps --batches 1 --sizes"
+_LARGE = "--batches 1 --sizes 1024x1024"
+_SMALL = "--batches 1 --sizes 512x512"
 _OWN_PYTHON = "--images SDXL Flux --beside ours --cases 'CFG 1' 'unequal prompts' 'longer prompt'"
 
 PLANS = {
     "default": (
-        Stage(0.4, "machine", "dev.bench.gpu_rows"),
-        Stage(1.4, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {COMPILED} {SPEED_UP}"),
-        Stage(1.6, f"--flags default --models SD1.5 {_ONE} 512x512 --contenders {COMPILED} {SPEED_UP} {CORE}"),
+        Stage(
+            1.4,
+            f"--flags default --models SDXL {_LARGE} 512x512 --parts steps --contenders {COMPILED} {SPEED_UP}",
+        ),
+        Stage(1.6, f"--flags default --models SD1.5 {_SMALL} --parts steps --contenders {COMPILED} {SPEED_UP} {CORE}"),
         Stage(
             1.6,
-            f"--models SDXL {_ONE} 1024x1024 512x512 --contenders {SPEED_UP} {BALANCED} {FAST} --parts steps profile",
+            f"--models SDXL {_LARGE} 512x512 --parts steps profile --contenders {SPEED_UP} {BALANCED} {FAST}",
         ),
-        Stage(0.7, f"--models SD1.5 {_ONE} 512x512 --contenders {SPEED_UP}"),
-        Stage(
-            1.2, f"--flags channels-last --models SDXL {_ONE} 1024x1024 --contenders {SPEED_UP} --parts steps profile"
-        ),
-        Stage(MINUTES, "attention_kernels rope", "dev.bench.gpu_rows"),
+        Stage(0.7, f"--models SD1.5 {_SMALL} --parts steps --contenders {SPEED_UP}"),
+        Stage(1.2, f"--flags channels-last --models SDXL {_LARGE} --parts steps profile --contenders {SPEED_UP}"),
+        Stage(REST, f"--models Flux Z-Image Wan {_LARGE} --parts attention --contenders eager"),
     ),
     "default-2": (
         Stage(1.2, _OWN_PYTHON, "dev.bench.overhead"),
-        Stage(2.4, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {CORE}"),
-        Stage(0.8, f"--flags default --models Wan {_ONE} 1024x1024 --contenders {SPEED_UP}"),
-        Stage(MINUTES, f"--flags default --models Qwen-Image {_ONE} 1024x1024 --contenders {SPEED_UP}"),
-    ),
-    "1": (
-        Stage(1.5),
-        Stage(4.0, "values attention fp8 masked", "dev.bench.gpu_rows"),
-        Stage(MINUTES, f"--models Flux {_ONE} 1024x1024 --contenders {SPEED_UP} {CORE} --parts steps profile"),
-    ),
-    "2": (
-        Stage(4.5, f"--models SDXL --parts steps sizes40 --sizes 720x960 768x768 1280x720 --contenders {CAPTURED}"),
-        Stage(MINUTES, f"--models SDXL --parts session --contenders {CAPTURED} {CORE}"),
-    ),
-    "3": tuple(
-        Stage(minutes, f"--models {model} {_ONE} 1024x1024 --contenders {SPEED_UP} {CORE}")
-        for model, minutes in (("Z-Image", 2.7), ("Qwen-Image", 3.0), ("Wan", MINUTES))
+        Stage(2.4, f"--flags default --models SDXL {_LARGE} 512x512 --parts steps --contenders {CORE}"),
+        Stage(0.8, f"--flags default --models Wan {_LARGE} --parts steps --contenders {SPEED_UP}"),
+        Stage(REST, f"--flags default --models Qwen-Image {_LARGE} --parts steps --contenders {SPEED_UP}"),
     ),
 }
 """default: what people get as ComfyUI is installed and with CUDA graphs, and what decides the next change; default-2:
-its rest. 1: the tests marked gpu, what may be wrong on another card, Flux. 2: SDXL at other sizes and batches, forty
-sizes, a session. 3: the other models.
-"""
+its rest."""
 
 
-def run(number: str, out: Path, prepared: Path | None, quick: bool, minutes: float | None = None) -> None:
+def run(plan: str, out: Path, prepared: Path | None, quick: bool, minutes: float | None = None) -> None:
     """Run a plan's stages, each in a process of its own, so that one that fails or hangs costs no other.
 
     out: where benchmarks.json is, or will be. prepared: a folder that `prepare` filled. quick: with tiny
@@ -99,19 +85,19 @@ def run(number: str, out: Path, prepared: Path | None, quick: bool, minutes: flo
     Raises:
         Problem: stages failed or were cut, after all others have run.
     """
-    usual = SHORTER.get(number, MINUTES)
+    usual = MINUTES[plan]
     minutes = minutes or usual
     end = time.monotonic() + 60 * minutes
     failed = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         given = {**os.environ, **(environment(prepared, Path(work)) if prepared else {})}
-        for stage in PLANS[number]:
+        for stage in PLANS[plan]:
             seconds = min(60 * stage.minutes * minutes / usual, end - time.monotonic())
-            name = stage.arguments or "the tests marked gpu"
+            name = stage.arguments
             if seconds < LEAST:
                 failed.append(f"no time left for {name}")
                 continue
-            print(f"Plan {number}: {name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(f"Plan {plan}: {name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
             command = [sys.executable, *_arguments(stage, seconds, out, quick)]
             try:
                 options = {"env": given, "timeout": seconds + LEAST, "stdout": subprocess.DEVNULL}  # rows are on stderr
@@ -122,23 +108,15 @@ def run(number: str, out: Path, prepared: Path | None, quick: bool, minutes: flo
                 failed.append(f"{name} was cut after its time, with what it had measured kept")
     print(f"Pages and rows: {out}")
     if failed:
-        raise Problem(f"Plan {number}: {'; '.join(failed)}.")
+        raise Problem(f"Plan {plan}: {'; '.join(failed)}.")
 
 
 def _arguments(stage: Stage, seconds: float, out: Path, quick: bool) -> list[str]:
-    if not stage.arguments:
-        chosen = ["-m", "gpu", "tests/unit/test_capture_cuda.py", "-p", "no:cacheprovider", "-rs"]
-        if not made_up_device.is_here():
-            return ["-c", PYTEST, *chosen]
-        rehearsal = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {PYTEST}"
-        return ["-c", rehearsal, "-p", "kit.made_up_device.without_values", *chosen]
     rows = out / "benchmarks.json"
     command = ["-m", stage.module, *shlex.split(stage.arguments)]
     if stage.module == "dev.bench.overhead":
         fewer = ["--images", "SD1.5", "--cases", "longer prompt"] if quick else []
         return [*command, *fewer, "--json", str(out / "overhead.json")]
-    if stage.module != "dev.bench.gpu":
-        return [*command, "--out", str(out), *(["--quick"] if quick else [])]
     return [
         *(*command, "--minutes", f"{seconds / 60:.2f}", "--out", str(out)),
         *(["--add", str(rows)] if rows.exists() and json.loads(rows.read_text(encoding="utf-8"))["rows"] else []),
@@ -146,8 +124,8 @@ def _arguments(stage: Stage, seconds: float, out: Path, quick: bool) -> list[str
     ]
 
 
-PACKAGES = ("av", "torchsde", "trampoline", "einops", "psutil", "pytest", "pluggy", "iniconfig", "packaging")
-"""What ComfyUI and the tests for a card import and a machine with torch and transformers may lack, modules as named."""
+PACKAGES = ("av", "torchsde", "trampoline", "einops", "psutil", "packaging")
+"""What ComfyUI imports and a machine with torch and transformers may lack, modules as named."""
 
 PARTS = ("comfy", "comfy_api", "comfy_config", "comfy_execution", "comfy_extras", "app", "utils")
 """Folders of ComfyUI that sampling in one process imports; of the other files the Python ones beside them."""

@@ -149,11 +149,9 @@ def whole(name: str) -> list[report.Row]:
 
     rows: list[report.Row] = []
     for variant, layers in itertools.product((OURS, CORE), LAYERS):
-        subject = gpu_models.FULL[name]
-        config = {**subject.family.config, **shallow(name, layers)}
+        subject = gpu_models.shallow(name, layers)
         label, elements = _label(layers), 2 * math.prod(subject.latent(Case(1024, 1024, 1)).shape)
         found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
-        subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
         try:
             with _fresh_kernels():  # or the second has the configurations alone that were chosen for the first
                 launches, breaks = _of_whole(subject, variant)
@@ -168,20 +166,6 @@ def whole(name: str) -> list[report.Row]:
 
 def _label(layers: int) -> str:
     return f"{WHOLE}, {layers} of each layer"
-
-
-def shallow(name: str, layers: int) -> dict[str, Any]:
-    """Of the model's config, what makes it have so many layers of each kind."""
-    if name in ("SD1.5", "SDXL"):
-        upper = int(name == "SD1.5")  # transformer blocks at the upper level
-        return {
-            **{"channel_mult": [1, 2], "num_res_blocks": [layers] * 2, "transformer_depth_middle": 1},
-            "transformer_depth": [upper] * layers + [1] * layers,
-            "transformer_depth_output": [upper] * (layers + 1) + [1] * (layers + 1),
-        }
-    depths = dict.fromkeys(("Flux", "Flux.2", "HunyuanVideo"), ("depth", "depth_single_blocks"))
-    depths |= {"Z-Image": ("n_layers", "n_refiner_layers"), "SD3": ("num_blocks",)}
-    return dict.fromkeys(depths.get(name, ("num_layers",)), layers)
 
 
 def _of_whole(subject: Any, variant: str) -> tuple[Launches, int]:

@@ -1,9 +1,10 @@
-"""Microseconds of our own beside the model's work: a block's stand-in, our wrappers, a replayed call; part by part.
+"""Microseconds of our own beside the model's work: a block's stand-in, our wrapper, a replayed call.
 
 SD1.5, SDXL and Flux at full depth and narrow, in float32 on the CPU, one thread; warm calls with the arguments that
 core's sampler makes them with. Compiled blocks return nothing and replays do nothing, so what is timed is ours.
 """
 
+import statistics
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ from dev.tools.comfyui import has_accelerator, tree
 from . import overhead_images, report
 from .child import begin
 
-COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
+COLUMNS = ("layout", "part", "us", "target_us", "verdict")
 TARGETS = {
     "block": 4.0,
     "step, compiled blocks": 400.0,
@@ -24,11 +25,10 @@ TARGETS = {
 call may take 60 until the device is at work, and what comes after that must be over long before the device is."""
 
 LEGEND = """\
-block: all that a warm call of a block costs beside its graph; stand-in, arguments (with options), weights and check are
-parts of it. block, anew: the same where the call is not like the ones before. code, each call: code and settings that
-were read, compared with what stands, once a call of the model. step, compiled blocks: all blocks, that comparison and
-our APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL wrapper,
-with copying inputs in before the launch and outputs out after it."""
+block: all that a warm call of a block costs beside its graph, the median. code, each call: code and settings that were
+read, compared with what stands, once a call of the model. step, compiled blocks: all blocks, that comparison and our
+APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL wrapper, with
+copying inputs in before the launch and outputs out after it."""
 LATENT_SIDE = 16
 
 
@@ -70,7 +70,7 @@ def measure(family: Any) -> list[report.Row]:
     from comfy_accel.accel.cache.graph_cache import GraphCache
     from kit import tiny_models
 
-    from . import overhead_blocks, overhead_calls
+    from . import overhead_parts
 
     model = family.load(torch.float32)
     channels = model.get_model_object("latent_format").latent_channels
@@ -82,14 +82,11 @@ def measure(family: Any) -> list[report.Row]:
 
     cache = GraphCache()
     with torch.inference_mode():
-        calls = overhead_calls.of_calls(model, image, cache)
-        blocks, each = overhead_blocks.of_blocks(model, image, cache)
-    step = {"step, compiled blocks": sum(each) + blocks["code, each call"] + calls["APPLY_MODEL, ours"]}
-    return [
-        *(_row(family.name, part, us, "block") for part, us in blocks.items()),
-        *(_row(family.name, part, us, "run" if part.startswith("OUTER") else "call") for part, us in calls.items()),
-        *(_row(family.name, part, us, f"{len(each)} blocks") for part, us in step.items()),
-    ]
+        calls = overhead_parts.of_calls(model, image, cache)
+        each, comparing = overhead_parts.of_blocks(model, image, cache)
+    parts = {"block": statistics.median(each), "code, each call": comparing, **calls}
+    parts["step, compiled blocks"] = sum(each) + comparing + calls["APPLY_MODEL, ours"]
+    return [_row(family.name, part, us) for part, us in parts.items()]
 
 
 def verdicts(rows: list[report.Row]) -> list[str]:
@@ -103,11 +100,10 @@ def verdicts(rows: list[report.Row]) -> list[str]:
     return sentences
 
 
-def _row(layout: str, part: str, us: float, per: str) -> report.Row:
+def _row(layout: str, part: str, us: float) -> report.Row:
     target = TARGETS.get(part)
     verdict = None if target is None else "reached" if us <= target else "missed"
-    row = {"layout": layout, "part": part, "us": round(us, 2), "per": per}
-    return {**row, "target_us": target, "verdict": verdict}
+    return {"layout": layout, "part": part, "us": round(us, 2), "target_us": target, "verdict": verdict}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ COLUMNS = ("layout", "case", "image", "contender", "beside_ms", *PARTS, "compile
 LEGEND = """\
 beside_ms: of an image of 4 steps. node: the node's own call; before: until the model is called; first: its calls in the
 first step; step: in one of the later ones; rest: between and after them. compiled: graphs that the image waited for.
-ours, blocks: beside eager blocks; core: beside the eager model. Image 10: the least of each part of eight images."""
+ours, blocks: beside eager blocks; core: beside the eager model. Image 10: the least of each part of eight images.
+Unequal prompts are two calls a step, equal ones one call."""
 STEPS, LATER, SIDE = 4, 8, 16
 PROMPTS = 24, 31
 """Tokens of the prompt and of the negative one: their lengths differ, so that core makes two calls a step."""
@@ -47,10 +48,6 @@ class Case:
     tokens: int = PROMPTS[0]
     cfg: float = 1.0
     equal: bool = False
-    sampler: str = "euler"
-    model: int = 0
-    lora: bool = False
-    control: bool = False
 
 
 CASES = (
@@ -61,10 +58,6 @@ CASES = (
     Case("batch 2", batch=2),
     Case("batch 4", batch=4),
     Case("second size", side=SIDE + 4),
-    Case("second sampler", sampler="dpmpp_2m"),
-    Case("other model", model=1),
-    Case("LoRA", lora=True),
-    Case("ControlNet", control=True),
 )
 
 
@@ -72,11 +65,12 @@ CASES = (
 class Clock:
     """The time of one contender's images, without what passes in graphs or in what stands for them.
 
-    apply: its node, from a ModelPatcher to another. applied: what that gave. calls: of the model, from when to when.
+    apply: its node, from a ModelPatcher to another. applied: what that gave, once it has. calls: of the model, from
+    when to when.
     """
 
     apply: Callable[[Any], Any] = lambda model: model
-    applied: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    applied: Any = None
     calls: list[tuple[float, float]] = field(default_factory=list)
     _inside: float = 0.0
     _is_inside: bool = False
@@ -109,11 +103,10 @@ class Clock:
 
 
 class Layout:
-    """A family at full depth, narrow: two models of it, and what their images take."""
+    """A model of a family at full depth, narrow, and what its images take."""
 
     def __init__(self, name: str):
         import torch
-        from kit import tiny_models
         from kit.families import FAMILIES
 
         from . import layouts
@@ -123,9 +116,7 @@ class Layout:
             family, self.shape = FAMILIES[name].family, FAMILIES[name].sizes[0][0]
             family = replace(family, config={**family.config, **DEPTH[name]})
         self.name, self.family = name, family
-        self.models = [family.load(torch.float32, seed) for seed in range(2)]
-        self.loras = [tiny_models.lora(model, seed=5) for model in self.models]
-        self.control = family.control_net(torch.float32) if name in layouts.ALL else None
+        self.model = family.load(torch.float32)
 
     def image(self, case: Case, time_of: Clock) -> dict[str, float]:
         """Milliseconds of each part of one image."""
@@ -134,13 +125,11 @@ class Layout:
 
         lengths = (case.tokens, case.tokens if case.equal else PROMPTS[1])
         prompts = [self.family.conditioning(tokens, seed) for seed, tokens in enumerate(lengths, 1)]
-        if case.control:
-            prompts = [tiny_models.with_control(prompt, self.control) for prompt in prompts]
         latent = torch.zeros(case.batch, *self.shape[:-2], case.side, case.side)
-        settings = dict(steps=STEPS, cfg=case.cfg, sampler=case.sampler, scheduler="simple")
+        settings = dict(steps=STEPS, cfg=case.cfg, sampler="euler", scheduler="simple")
         time_of.calls.clear()
         began = time_of.now()
-        model, applied = self._applied(case, time_of), time_of.now()
+        model, applied = self._applied(time_of), time_of.now()
         tiny_models.sample_latent(model, latent, *prompts, **settings)
         whole, calls = time_of.now() - applied, [end - start for start, end in time_of.calls]
         each = len(calls) // STEPS
@@ -153,18 +142,15 @@ class Layout:
         images = [self.image(case, time_of) for _ in range(LATER)]
         return {part: min(image[part] for image in images) for part in PARTS}
 
-    def _applied(self, case: Case, time_of: Clock) -> Any:
+    def _applied(self, time_of: Clock) -> Any:
         """The model to sample with; core keeps what a node gave."""
-        import comfy.sd
         from comfy.patcher_extension import WrappersMP
 
-        if (case.model, case.lora) not in time_of.applied:
-            model = self.models[case.model].clone()
+        if time_of.applied is None:
+            model = self.model.clone()
             model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "bench", time_of.wrapper)
-            if case.lora:
-                model = comfy.sd.load_lora_for_models(model, None, self.loras[case.model], 0.5, 0)[0]
-            time_of.applied[case.model, case.lora] = time_of.apply(model)
-        return time_of.applied[case.model, case.lora]
+            time_of.applied = time_of.apply(model)
+        return time_of.applied
 
 
 def measure(name: str, contenders: list[str], cases: list[Case]) -> list[report.Row]:
@@ -175,7 +161,6 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> list[report.
     from .compilations import counts
 
     layout, rows = Layout(name), []
-    cases = [case for case in cases if not case.control or layout.control is not None]
     if name in layouts.UNETS:  # core's UNets tell their blocks by class, so KJNodes' nodes compile them as a whole
         contenders = [contender for contender in contenders if contender != "blocks"]
     with torch.inference_mode():
@@ -225,8 +210,8 @@ def _eagerly(layout: Layout, whole: bool) -> Iterator[Clock]:
     from comfy_accel.accel.modules.blocks import blocks
 
     time_of = Clock()
-    models = [model.model.diffusion_model for model in layout.models]
-    parts = models if whole else [block for model in models for _, block in blocks(model)]
+    model = layout.model.model.diffusion_model
+    parts = [model] if whole else [block for _, block in blocks(model)]
     for part in parts:
         part.forward = time_of.around(part.forward)
     try:

@@ -79,21 +79,9 @@ class Session:
     """One contender's run through the steps on one model. Nothing that it compiles helps the next contender.
 
     A contender's node is applied anew whenever the model that goes into it has changed, as ComfyUI does.
-
-    apply: from a ModelPatcher to the contender's; None: by the contender's name. device: where weights are made and
-    stay; None: as core moves them.
     """
 
-    def __init__(
-        self,
-        family,
-        contender: str,
-        dtype: str,
-        quick: bool,
-        limit: RecompileLimit,
-        apply: Callable[[Any], Any] | None = None,
-        device: Any = None,
-    ):
+    def __init__(self, family, contender: str, dtype: str, quick: bool, limit: RecompileLimit):
         import torch
 
         torch._dynamo.reset()
@@ -102,9 +90,8 @@ class Session:
         self._family = family
         self._contender = contender
         self._dtype = dtype
-        self._device = device
         self._sampler_steps = 2 if quick else SAMPLER_STEPS
-        self._apply = apply or node(contender, "eager" if quick else "inductor")
+        self._apply = node(contender, "eager" if quick else "inductor")
         self._control_net = None
         self._load()
 
@@ -143,14 +130,17 @@ class Session:
             return self._image(step).float().cpu()
 
     def _image(self, step: Step):
+        import torch
         from kit import tiny_models
 
-        latent = self._latent(step)
+        scale = 1 if has_accelerator() else SCALE
+        channels = self._model.get_model_object("latent_format").latent_channels
+        latent = torch.zeros(step.batch, channels, latent_side(step.height, scale), latent_side(step.width, scale))
         positive = self._family.conditioning(step.tokens, seed=1)
         negative = self._family.conditioning(77, seed=2)
         if step.control:
             if self._control_net is None:
-                self._control_net = self._family.control_net(tiny_models.DTYPES[self._dtype], self._device)
+                self._control_net = self._family.control_net(tiny_models.DTYPES[self._dtype])
             positive = tiny_models.with_control(positive, self._control_net)
         model = self._with_lora(step.lora)
         if step.apart:
@@ -160,20 +150,13 @@ class Session:
             raise Problem(f"{self._family.name}, {self._contender}, step {step.name}: the image is not finite.")
         return image
 
-    def _latent(self, step: Step):
-        import torch
-
-        scale = 1 if has_accelerator() else SCALE
-        channels = self._model.get_model_object("latent_format").latent_channels
-        return torch.zeros(step.batch, channels, latent_side(step.height, scale), latent_side(step.width, scale))
-
     def _load(self) -> None:
         """Load the checkpoint, and unload the previous copy."""
         import comfy.model_management
         from kit import tiny_models
 
         comfy.model_management.unload_all_models()
-        self._model = self._family.load(tiny_models.DTYPES[self._dtype], device=self._device)
+        self._model = self._family.load(tiny_models.DTYPES[self._dtype])
         self._applied: dict[Any, Any] = {}
 
     def _with_lora(self, lora: tuple[int, float] | None):

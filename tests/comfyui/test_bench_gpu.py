@@ -14,7 +14,7 @@ from kit.captures import CpuCapturer
 from kit.thorough import thorough_except
 
 from dev import ROOT
-from dev.bench import gpu, gpu_models, gpu_page, gpu_rows
+from dev.bench import gpu, gpu_models, gpu_page
 from dev.bench.gpu_cases import (
     CAPTURED,
     COLD,
@@ -23,10 +23,8 @@ from dev.bench.gpu_cases import (
     EAGER,
     FAST,
     PARTS,
-    QUICK_SESSION,
     SPEED_UP,
     TimeBudget,
-    in_session,
 )
 
 PUBLISHED = {
@@ -78,12 +76,8 @@ def quick(model, contenders, *more):
     arguments = ["--quick", "--models", model, "--parts", "steps", "--sizes", "512x512", "--contenders", *contenders]
     options = gpu._parse([*arguments, *more])
     device = {"matrix_tflops": 0.1}
-    made = []
-    for row in gpu.of_model(model, options, TimeBudget(None), 1, device, capturer=CpuCapturer()):
-        made = gpu.replaced(made, row)
-    order = list(gpu.CONTENDERS)
-    steps = [row for row in made if row["part"] == "steps"]
-    return sorted(steps, key=lambda row: order.index(row["contender"]))
+    made = gpu.of_model(model, options, TimeBudget(None), 1, device, capturer=CpuCapturer())
+    return [row for row in made if row["part"] == "steps"]
 
 
 def test_steps_tell_host_time_and_first_images_their_seconds_by_kind_and_stage():
@@ -98,10 +92,11 @@ def test_steps_tell_host_time_and_first_images_their_seconds_by_kind_and_stage()
 
 
 def test_longest_attention_of_a_model_is_timed_as_core_and_as_torch_choose():
-    rows = list(gpu_rows.attention_kernels(True))
-    assert [row["model"] for row in rows[::3]] == ["Flux", "Z-Image", "Wan"]
-    assert all(row["chosen_by"] == "this core" and row["ms"] > 0 and "attention" in row["kernel"] for row in rows[::3])
-    assert all("failed" in row for row in rows[2::3])  # a CPU has no cuDNN
+    options = gpu._parse(["--quick", "--models", "Wan", "--sizes", "512x512", "--parts", "attention"])
+    own, _, cudnn = gpu.of_model("Wan", options, TimeBudget(None), 1, {"matrix_tflops": 0.1})
+    assert own["chosen_by"] == "this core" and own["attention_ms"] > 0 and "attention" in own["kernel"]
+    assert cudnn["chosen_by"] == "CUDNN_ATTENTION" and cudnn["without"]  # a CPU has none
+    assert own["kernel"] in gpu_page.attention_table([own, cudnn]) and gpu_page.failures([own, cudnn]) == []
 
 
 @pytest.mark.thorough  # four contenders, one of them core's own node
@@ -129,7 +124,7 @@ def test_contender_that_fails_is_told_and_the_others_go_on(monkeypatch):
 
 
 def test_no_time_leaves_everything_out_and_says_so():
-    options = gpu._parse(["--quick", "--models", "Flux", "--sizes", "512x512", "--parts", "steps", "session"])
+    options = gpu._parse(["--quick", "--models", "Flux", "--sizes", "512x512", "--parts", "steps", "attention"])
     rows = list(gpu.of_model("Flux", options, TimeBudget(0.0), 1, {"matrix_tflops": 0.1}))
     assert rows and {row["why"] for row in rows} == {"no time left"}
 
@@ -180,6 +175,3 @@ def test_whole_run_compiles_in_the_first_image_of_each_part_alone(written):
     assert of(content, "steps", CAPTURED)[0]["compilations"] > 0
     sizes = of(content, "sizes40")
     assert len(sizes) == 40 and not any(row["compilations"] or row["uncompiled"] for row in sizes)
-    session = of(content, "session", CAPTURED)
-    assert len(session) == len(in_session(False, QUICK_SESSION))
-    assert [row["compilations"] > 0 for row in session] == [True] + [False] * (len(session) - 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dev import ROOT, Problem
-from dev.bench import gpu, gpu_page, gpu_plan, gpu_rows, overhead_images
+from dev.bench import gpu, gpu_page, gpu_plan, overhead_images
 from dev.bench.gpu_cases import (
     CAPTURED,
     COMPILED,
@@ -26,7 +26,6 @@ from dev.bench.gpu_cases import (
     TimeBudget,
     merged,
     named,
-    replaced,
     size_of,
     skipped,
 )
@@ -46,19 +45,6 @@ def step(contender, step_ms, eager_ms=20.0, size="512x512", batch=1, model="SDXL
     row |= {"answer_diff": 1e-3, "tolerance": 2e-2, "peak_mb": 9000, "graphs_mb": 100.0}
     row |= {"ran_as": "CUDA graphs", "share_of_matrix": 0.4}
     return row | changes
-
-
-def prompt(contender, stall_s, name="512x512", **changes):
-    row = {
-        "part": "session",
-        "model": "SDXL",
-        "flags": NATIVE,
-        "contender": contender,
-        "step": name,
-        "stall_s": stall_s,
-    }
-    row |= {"first_image_s": stall_s + 1, "compilations": 1, "captures": 0, "gave_up": False, "reasons": []}
-    return row | {"answer_diff": 1e-3, "tolerance": 2e-2} | changes
 
 
 def forty(number, **changes):
@@ -94,7 +80,7 @@ def everything():
     rows += [step(SPEED_UP, 19.0, size="1024x1024", flags=DEFAULT, ran_as="compiled blocks")]
     rows += [step(name, 15.0, model="SD1.5", flags=DEFAULT, ran_as="compiled blocks") for name in (SPEED_UP, CORE)]
     rows += [step(SPEED_UP, 12.0, model="SD1.5")]
-    rows += [prompt(CAPTURED, 5.0), prompt(CORE, 80.0), *(forty(number) for number in range(1, 41))]
+    rows += [forty(number) for number in range(1, 41)]
     return [*rows, start(CAPTURED, "cold"), KERNEL]
 
 
@@ -119,9 +105,9 @@ def test_size_that_is_none_is_refused(text):
 
 
 def test_asking_for_some_keeps_the_order_and_eager():
-    options = gpu._parse(["--contenders", "core", "cuda-graphs", "--parts", "session", "steps", "--sizes", "720x960"])
+    options = gpu._parse(["--contenders", "core", "cuda-graphs", "--parts", "profile", "steps", "--sizes", "720x960"])
     assert options.contenders == [EAGER, CAPTURED, CORE]
-    assert options.parts == ["steps", "session"] and options.sizes == [(720, 960)]
+    assert options.parts == ["steps", "profile"] and options.sizes == [(720, 960)]
     assert options.models == list(MODELS) and named(None, PARTS) == list(PARTS)
 
 
@@ -150,16 +136,15 @@ def test_what_does_not_fit_any_more_is_told_and_the_next_model_has_its_part():
     assert gpu_page.line(row) == "SDXL, steps, 512x512, batch 4, core: left out, no time left"
 
 
-# Rows of several turns and runs
+# Rows of several runs
 
 
-def test_rows_of_an_earlier_run_or_turn_stay_where_the_same_was_not_measured_again():
+def test_rows_of_an_earlier_run_stay_where_the_same_was_not_measured_again():
     old = [step(CAPTURED, 12.0), start(CAPTURED, "cold")]
     old += [step(CAPTURED, 9.0, model="Flux"), step(CAPTURED, 30.0, size="1024x1024")]
     new = [step(CAPTURED, 11.0), step(CORE, 13.0)]
     assert merged(old, new) == [*old[1:], *new]
-    assert replaced(old, new[0]) == [*old[1:], new[0]]
-    assert len(replaced(old, start(CAPTURED, "warm"))) == len(old) + 1
+    assert len(merged(old, [start(CAPTURED, "warm")])) == len(old) + 1
 
 
 # Plans
@@ -172,13 +157,11 @@ def test_every_stage_of_a_plan_is_a_command_that_bench_gpu_takes(number, tmp_pat
         _, module, *arguments = gpu_plan._arguments(stage, 60 * stage.minutes, tmp_path, quick=False)
         if module == "dev.bench.gpu":
             assert gpu._parse(arguments).minutes == stage.minutes
-        elif module == "dev.bench.gpu_rows":
-            assert set(gpu_rows._parse(arguments).rows) <= set(gpu_rows.ROWS)
         elif module == "dev.bench.overhead":
             known = {case.name for case in overhead_images.CASES}
             assert known > set(arguments[arguments.index("--cases") + 1 : arguments.index("--json")])
     # The last takes what is left, and that is worth starting it.
-    limit = gpu_plan.SHORTER.get(number, gpu_plan.MINUTES)
+    limit = gpu_plan.MINUTES[number]
     assert sum(stage.minutes for stage in stages[:-1]) + 1 < limit <= stages[-1].minutes
 
 
@@ -194,8 +177,8 @@ def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_plan.subprocess, "run", run)
     with pytest.raises(Problem, match="ended with 3; .* cut after its time, with what it had measured kept"):
-        gpu_plan.run("3", tmp_path, None, quick=True)
-    assert len(ran) == len(gpu_plan.PLANS["3"])
+        gpu_plan.run("default", tmp_path, None, quick=True)
+    assert len(ran) == len(gpu_plan.PLANS["default"])
     assert all(command[-1] == "--quick" and str(tmp_path / "benchmarks.json") in command for command in ran)
 
 
@@ -227,7 +210,7 @@ def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
 def test_all_goals_are_reached_where_they_are():
     goals = judged(everything())
     assert {goal.state for goal in goals} == {gpu_page.REACHED}
-    assert len(goals) == 9
+    assert len(goals) == 8
 
 
 def test_a_slower_case_than_cores_misses_and_is_named():
@@ -255,25 +238,8 @@ def test_what_never_replayed_does_not_count_as_cuda_graphs():
 )
 def test_too_slow_beside_eager_misses(contender, size, step_ms, words):
     flags = DEFAULT if contender == SPEED_UP else NATIVE
-    goal = about(judged(replaced(everything(), step(contender, step_ms, size=size, flags=flags))), words)
+    goal = about(judged(merged(everything(), [step(contender, step_ms, size=size, flags=flags)])), words)
     assert goal.state == gpu_page.MISSED and f"{20 / step_ms:.2f}" in goal.sentence
-
-
-@pytest.mark.parametrize(
-    ("ours", "cores", "state"),
-    [
-        ([5.0, 4.0], [60.0, 30.0], gpu_page.REACHED),
-        ([5.0, 4.1], [60.0, 30.0], gpu_page.MISSED),
-        ([5.0, 4.0], [60.0], gpu_page.NOT_MEASURED),
-        ([5.0], [60.0, 30.0], gpu_page.NOT_MEASURED),
-        ([], [60.0], gpu_page.NOT_MEASURED),
-    ],
-)
-def test_sessions_are_compared_by_all_their_stalls(ours, cores, state):
-    names = "one", "two"
-    rows = [prompt(CAPTURED, stall, name) for stall, name in zip(ours, names, strict=False)]
-    rows += [prompt(CORE, stall, name) for stall, name in zip(cores, names, strict=False)]
-    assert about(judged(rows), "stalls").state == state
 
 
 @pytest.mark.parametrize(
@@ -302,8 +268,8 @@ def test_output_that_is_not_eagers_is_a_failure_and_named(value):
     (sentence,) = gpu_page.failures(rows)
     assert sentence.startswith("SDXL, 512x512 batch 1, ours, compiled blocks: differs")
     assert about(judged(rows), "eager's within tolerance").state == gpu_page.MISSED
-    failed = {"part": "session", "model": "SDXL", "step": "batch 4", "contender": CORE, "failed": "out of memory"}
-    assert gpu_page.failures([failed]) == ["SDXL, session, batch 4, core's TorchCompileModel: out of memory"]
+    failed = {"part": "cold", "model": "SDXL", "start": "warm", "contender": CORE, "failed": "out of memory"}
+    assert gpu_page.failures([failed]) == ["SDXL, warm start, core's TorchCompileModel: out of memory"]
 
 
 def test_outputs_without_values_are_not_called_equal():
@@ -329,7 +295,7 @@ def test_page_tells_device_driver_torch_date_and_every_goal():
     text = page(everything())
     assert "No GPU was measured" not in text
     assert "on 22 November 2026, 03:00 UTC: H200, driver 570.1; ComfyUI 0.3.75, torch 2.11.0 (CUDA 13.0)" in text
-    assert text.count(": reached (") == 9
+    assert text.count(": reached (") == 8
     assert "| 512x512 | 1 | native | ours, CUDA graphs | 83.33 | 1.67 | 40.0% |" in text
     assert "20 of 31 steps skipped" in text
 
@@ -342,7 +308,7 @@ def test_page_of_a_cpu_says_so_first():
 
 def test_page_lists_what_was_left_out_what_failed_and_why_calls_were_not_replayed():
     rows = [*everything(), step(COMPILED, 13.0, answer_diff=1.0, reasons=["memory is short"])]
-    text = page(rows, [skipped("session", "SDXL", "all prompts", CORE)])
-    assert "| SDXL | session | all prompts | core | no time left |" in text
+    text = page(rows, [skipped("sizes40", "SDXL", "sizes 3 to 40", CAPTURED)])
+    assert "| SDXL | sizes40 | sizes 3 to 40 | cuda-graphs | no time left |" in text
     assert "## What failed" in text and "ours, compiled blocks: differs from eager by 1.0e+00" in text
     assert "- SDXL: memory is short" in text

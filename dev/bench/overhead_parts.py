@@ -1,13 +1,96 @@
-"""What our wrappers add to a call of the model, and what a replayed call costs before the device works and after."""
+"""What a warm call of a block costs beside its graph, what our wrappers add to a call of the model, and what a replayed
+call costs before the device works and after.
+"""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+REPETITIONS = 300
 
 STEPS, IMAGES = 16, 3
 STABLE_AFTER = 6
 """Calls until nothing is compiled or captured any more; those after them are timed."""
+
+
+def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[list[float], float]:
+    """Microseconds of each block's warm call, and of comparing the code that was read, once a call of the model."""
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.dispatch.block_runner import BlockRunner
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+    from comfy_accel.accel.modules.substitution import Order, substituted
+
+    layers = block_layers(model.model.diffusion_model, CompileSettings(backend="eager"), cache)
+    runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
+    calls = _calls(runners, lambda: image(model))
+    with substituted(layers, Order.COMPILED), _idle(cache, calls):
+        each = [
+            least_us(within_a_pass(runners[block], block.forward), args, kwargs)
+            for block, (args, kwargs) in calls.items()
+        ]
+        block = next(iter(calls))
+        return each, least_us(runners[block].code.compare, (block, True))
+
+
+def within_a_pass(runner: Any, forward: Callable) -> Callable:
+    """The block's forward, called as one of many in a call of the model: code was compared before the first."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        runner._passing = None
+        return forward(*args, **kwargs)
+
+    return call
+
+
+def least_us(function: Callable, args: tuple = (), kwargs: dict | None = None) -> float:
+    """Of a call: the least of 300, which other work on the machine can only add to."""
+    kwargs = kwargs or {}
+    clock = time.perf_counter
+    function(*args, **kwargs)
+    seconds, empty = [], []
+    for _ in range(REPETITIONS):
+        started = clock()
+        function(*args, **kwargs)
+        seconds.append(clock() - started)
+        started = clock()
+        empty.append(clock() - started)
+    return 1e6 * (min(seconds) - min(empty))
+
+
+def _calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tuple, dict]]:
+    """The arguments with which each block is called, with the per-call dict as it is then."""
+    from comfy_accel.accel.modules.substitution import Order, substituted
+
+    calls = {}
+
+    def spy(block):
+        def layer(inner, *args, **kwargs):
+            calls[block] = args, {key: dict(value) if type(value) is dict else value for key, value in kwargs.items()}
+            return inner(*args, **kwargs)
+
+        return layer
+
+    with substituted({block: spy(block) for block in blocks}, Order.CACHED):
+        image()
+    return calls
+
+
+@contextmanager
+def _idle(cache: Any, calls: dict) -> Iterator[None]:
+    """While it lasts, compiled graphs do nothing; those of these calls are there."""
+    for block, (args, kwargs) in calls.items():
+        block.forward(*args, **kwargs)
+    graphs = [graph for key in cache.keys() for graph in cache.get(key).graphs if hasattr(graph, "guards")]
+    runs = [graph.run for graph in graphs]
+    try:
+        for graph in graphs:
+            graph.run = lambda tensors: None
+        yield
+    finally:
+        for graph, run in zip(graphs, runs, strict=True):
+            graph.run = run
 
 
 class IdleCapturer:
@@ -59,14 +142,12 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     from comfy_accel.accel.core.compile_settings import CompileSettings
     from comfy_accel.accel.cuda_graphs.pool import CapturePool
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-    from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-    from kit.step_cache import every
 
     capturer = IdleCapturer()
     cache.captures = CapturePool(capturer)
     settings = CompileSettings(backend="eager")
-    apply, sample, forward = WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL
-    ours = _Around(model, (apply, sample, forward), lambda model: accelerate(model, settings, cache, graphs=True))
+    apply, forward = WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL
+    ours = _Around(model, (apply, forward), lambda model: accelerate(model, settings, cache, graphs=True))
     for _ in range(IMAGES):
         image(ours.model, STEPS)
     # Of the calls alone that were replayed: before them, some were compiled, and two were made on buffers.
@@ -81,19 +162,9 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
         image(alone.model, STEPS)
     parts = {
         "APPLY_MODEL, ours": min(alone.own(apply)[STABLE_AFTER:]),
-        "APPLY_MODEL, captured": min(ours.own(apply)[STABLE_AFTER:]),
-        "OUTER_SAMPLE, ours": min(ours.own(sample)[1:]),
         "replay, before the launch": min(before for before, _ in replays),
         "replay, after the launch": min(after for _, after in replays),
     }
-    kinds = (apply, forward, WrappersMP.PREDICT_NOISE)
-    cached = _Around(model, kinds, lambda model: apply_deep_cache(model, every(2)))
-    image(cached.model, STEPS)
-    where = forward if any(cached.own(forward)) else apply
-    # Full and skipped calls take turns.
-    parts["DeepCache's, a full call"] = min(cached.own(where)[STABLE_AFTER::2])
-    parts["DeepCache's, a skipped call"] = min(cached.own(where)[STABLE_AFTER + 1 :: 2])
-    parts["PREDICT_NOISE, DeepCache's"] = min(cached.own(kinds[2])[STABLE_AFTER:])
     return {part: 1e6 * seconds for part, seconds in parts.items()}
 
 
