@@ -154,6 +154,9 @@ class GraphCache:
         with self._lock:
             self._max_entries = self._max_entries if max_entries is None else max_entries
             self.max_bytes = self.max_bytes if max_bytes is None else max_bytes
+            for entry in list(self._entries.values()):
+                if entry.is_capture and entry.failure is not None:  # what did not fit may do now
+                    self._drop(entry.key)
             self._shrink(())
 
     def room_for(self, keys: Container[Hashable]) -> int:

@@ -103,8 +103,6 @@ _ADDED_WEIGHTS = {
 _CAPTURING = {
     "not_captured": "not captured as a CUDA graph: {why}",
     "memory_needed": "the memory of its captures is needed elsewhere during this run",
-    "captures_in_vain": "the memory of its captures was needed elsewhere {times} times in a row before another image "
-    "could use them",
     "captures_full": "the captured calls of this run need {needed} MB, more than their limit of {room} MB",
     "memory_short": "memory is short: {error}",
     "memory_planned": "{by} plans the memory of its calls, and moves it from call to call",

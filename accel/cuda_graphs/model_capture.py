@@ -35,7 +35,7 @@ from .capturer import CaptureFailed
 from .conditions import of_arguments, of_warm_call, of_weights
 from .host_constants import HostConstants
 from .model_guard import CaptureHost, ModelGuard
-from .pool import CapturedCall, CapturePool, MadeRoom, NoRoom
+from .pool import CapturedCall, CapturePool
 
 _MAX_PROGRESS = 256
 """Keys of a run whose progress is remembered."""
@@ -83,7 +83,6 @@ class ModelCapture:
             runner.observer = self._observer
         self._progress: dict[CaptureKey, _Progress] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
-        self._made: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
@@ -222,8 +221,6 @@ class ModelCapture:
             captured.lease_kernels(self._cache, self._lease)
             with self._pool.capturer.lock:
                 captured.refresh(self._guard.weights)
-                if captured not in self._made:
-                    self._pool.outlive_run(captured)
             self._confirmed.add(captured)
         entry.hits += 1
         return captured
@@ -261,7 +258,7 @@ class ModelCapture:
         if entry is not None and entry.failure is not None and not progress.refused:
             self._note(entry.failure)
             progress.refused = True
-        return progress.refused or self._pool.is_refused(key, self._cache.max_bytes)
+        return progress.refused
 
     def _warm_up(self, key, inner, args, kwargs, tensors, features, device) -> Any:
         """Make the call eagerly, and take the next step towards its capture."""
@@ -299,7 +296,7 @@ class ModelCapture:
 
     def _advance(self, progress: _Progress, call: CallCapture, expected: Sequence[torch.Tensor]) -> Reason | None:
         """Dry-run the call or capture it, whichever is next; the reason where it will not be captured."""
-        known = (*self._host.interrupts, torch.OutOfMemoryError, MadeRoom, NoRoom, NotReady, CaptureFailed)
+        known = (*self._host.interrupts, torch.OutOfMemoryError, NotReady, CaptureFailed)
 
         def make() -> CapturedCall:
             if refusal is not None:
@@ -312,10 +309,9 @@ class ModelCapture:
                 except Exception as error:
                     raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
                 if self._hold() is not None or self._held != call.held:
-                    raise NoRoom(Reason("weights_streamed"))  # in this run
+                    raise NoGraph(call.key, Reason("weights_streamed"))  # in this run
                 self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
-            self._made.add(captured)
             return captured
 
         refusal = None
@@ -329,9 +325,9 @@ class ModelCapture:
                 self._pool.capturer.give_back()
             self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
-        except (MadeRoom, NotReady):  # later: another thread may have dropped a block's graph meanwhile
+        except NotReady:  # later: another thread may have dropped a block's graph meanwhile
             return None
-        except (NoRoom, NoGraph) as error:
+        except NoGraph as error:
             progress.refused = True
             return error.reason
         except torch.OutOfMemoryError as error:

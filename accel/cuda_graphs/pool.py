@@ -1,5 +1,9 @@
 """Captured model calls, and the memory that they share.
 
+The rule: they have what compiled graphs leave of the cache's budget. Where that is too little, the least recently used
+of other runs are evicted; where it still is, all are dropped, and the call runs uncaptured. All are dropped, too, when
+the host asks for their memory.
+
 What one capture makes the pool grow by serves later ones too, and is freed only with the last captured call. So each
 call counts an equal part of its device's pool, and the sum is right whichever of them are evicted.
 """
@@ -8,15 +12,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.reasons import Reason, Refusal
+from ..cache.graph_cache import NoGraph
+from ..core.reasons import Reason
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
+from .capturer import CaptureFailed
 
 if TYPE_CHECKING:
     from ..cache.entry import Lease
@@ -26,16 +32,6 @@ if TYPE_CHECKING:
     from .capture_key import CaptureKey
     from .capturer import CapturedGraph, Capturer
     from .host_constants import HostConstants
-
-_MAX_REFUSED = 1024
-
-
-class NoRoom(Refusal):
-    """The captured call does not fit into the budget beside those that the run needs too."""
-
-
-class MadeRoom(Exception):
-    """All captured calls were dropped so that those of the present run can be captured again, alone."""
 
 
 class Buffers:
@@ -62,12 +58,10 @@ class CapturedCall:
     buffers: of its inputs, including the features that a skipped call takes. loaded: of weights that the host loads
         anew for each run. constants: are read by the graph. out: what it returned. io: what it handed to DeepCache,
         None without one. weights: of the model, as captured. held: the streamed weights that must be held for a replay.
-        observer: has the compiled graphs inside, which live as long as this does. outlived_its_run: a run later than
-        that which made it has replayed it.
+        observer: has the compiled graphs inside, which live as long as this does.
     """
 
     saved_as: str | None = None
-    outlived_its_run = False
 
     def __init__(
         self,
@@ -158,9 +152,6 @@ class CapturePool:
         self._grown: dict[torch.device, int] = {}
         # Not a WeakSet: a garbage collection that releases a member while another thread iterates would raise there.
         self._members: dict[int, weakref.ref[CapturedCall]] = {}
-        self._refused: dict[Hashable, int] = {}
-        self.in_vain: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        """How often in a row the host freed a model's captured calls before a later run had replayed one."""
         self.on_admitted: Callable[[torch.device], None] = lambda device: None
         """Called with the device of each captured call that was admitted. Must not raise."""
 
@@ -194,53 +185,33 @@ class CapturePool:
         """After a capture, whether or not the graph is kept."""
         self._grown[device] = self._grown.get(device, 0) + graph.nbytes
 
-    def is_refused(self, key: Hashable, budget: int) -> bool:
-        """Whether the captured call of this key did not fit into a budget of at least so many bytes."""
-        return self._refused.get(key, -1) >= budget
-
-    def outlive_run(self, member: CapturedCall) -> None:
-        """A run later than that which made it replays the captured call."""
-        member.outlived_its_run = True
-        self.in_vain.pop(member.key.model(), None)
-
-    def take(self, device: torch.device, cache: GraphCache) -> None:
-        """The host needs the memory of those on the device: evict them, and count where that was too early."""
-        members = self._members_on(device)
-        useful = {member.key.model() for member in members if member.outlived_its_run}
-        for model in {member.key.model() for member in members} - useful - {None}:
-            self.in_vain[model] = self.in_vain.get(model, 0) + 1
-        self.drop(cache, lambda call: call.device == device)
-
     def leave(self, member: CapturedCall) -> None:
         """A captured call has released its memory."""
         self._members.pop(id(member), None)
 
     def admit(self, member: CapturedCall, cache: GraphCache, lease: Lease) -> None:
-        """Add a captured call, if the pool then fits into the cache's budget beside the cache's other graphs.
+        """Add a captured call, by the rule above. lease: of its run.
 
         To be called with the capturer's lock held since before the capture.
 
         Raises:
-            MadeRoom: all captured calls were dropped, some of them of other runs; the call may be captured again.
-            NoRoom: it does not fit beside those that this run uses; those stay.
+            CaptureFailed: it does not even fit alone.
+            NoGraph: it does not fit beside others.
         """
         members, place = self._members, id(member)
         members[place] = weakref.ref(member, lambda _: members.pop(place, None))
-        keys = {known.key for known in self.members}
-        room = cache.room_for(keys)
+        captured = {known.key for known in self.members}
+        room = cache.room_for(captured)
+        for key in [key for key in cache.keys() if key in captured and key not in lease.keys]:  # oldest use first
+            if self.nbytes > room:
+                cache.evict(key)
         if self.nbytes <= room:
             self.on_admitted(member.device)
             return
-        needed = self.nbytes
+        reason = Reason("captures_full", needed=self.nbytes >> 20, room=max(room, 0) >> 20)
         self.leave(member)
-        others = keys - lease.keys.keys() - {member.key}
-        if not others:
-            self._refuse(member.key, cache.max_bytes)
-        if others or self.nbytes > room:
-            self.drop(cache)
-        if others:
-            raise MadeRoom
-        raise NoRoom(Reason("captures_full", needed=needed >> 20, room=max(room, 0) >> 20))
+        self.drop(cache)  # what they share is freed with the last of them only
+        raise CaptureFailed(reason) if captured == {member.key} else NoGraph(member.key, reason)
 
     def drop(self, cache: GraphCache, matches: Callable[[CapturedCall], bool] = lambda call: True) -> None:
         """Evict the captured calls that match."""
@@ -261,12 +232,6 @@ class CapturePool:
 
     def _members_on(self, device: torch.device) -> list[CapturedCall]:
         return [member for member in self.members if member.device == device]
-
-    def _refuse(self, key: Hashable, budget: int) -> None:
-        self._refused.pop(key, None)
-        self._refused[key] = budget
-        if len(self._refused) > _MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
 
 
 def _release(call: weakref.ref[CapturedCall]) -> None:

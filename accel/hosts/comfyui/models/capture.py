@@ -72,14 +72,12 @@ def begin(
     if cache is shared:
         preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
     cache.captures.drop_outdated(cache, _snapshot)
-    memory.leave_if_empty()
     asked = memory.asked
     model = base.diffusion_model
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
     kinds = tuple(runner.kind.digest for runner in blocks.values())
     held = _HeldWeights(model)
     code, stands, reason = _code_of(model)
-    reason = reason or memory.why_not(model)
 
     def why_not() -> Reason | None:
         if reason is not None:

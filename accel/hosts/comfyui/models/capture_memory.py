@@ -1,9 +1,9 @@
 """Captured graphs as one more entry in ComfyUI's list of loaded models, so that it can take their memory back.
 
 Core frees memory (for another model, for `/free`, after a shortage) by unloading entries of its private list
-`comfy.model_management.current_loaded_models`; there is no other hook. While captures exist, the list has one entry
-per device. Core unloads nothing for it, because its memory is already taken, and unloads it first, because captures
-are the cheapest to make again; last where weights are streamed, since these give way by themselves.
+`comfy.model_management.current_loaded_models`; there is no other hook. From the first capture on, the list has one
+entry per device. Core unloads nothing for it, because its memory is already taken, and unloads it first, because
+captures are the cheapest to make again; last where weights are streamed, since these give way by themselves.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ import torch
 
 from ....cache.graph_cache import GraphCache
 from ....core.events import log
-from ....core.reasons import Reason
 from ..versions import is_dynamic
 
 _FIRST, _LAST = 1 << 62, -1
 """More and fewer bytes than any model has offloaded; core first unloads the model that has most."""
-
-_MOST_IN_VAIN = 3
-"""Times in a row that a model's captures go before another image could use them, after which none are made: they cost
-a few steps each time."""
 
 _SHARE = 8
 """One part in this many of a device's memory is for captures, unless the user has set a budget."""
@@ -62,7 +57,7 @@ class CapturedCalls(torch.nn.Module):
         self.asked += 1
         try:
             with cache.captures.capturer.lock:
-                cache.captures.take(self.device, cache)
+                cache.captures.drop(cache, lambda call: call.device == self.device)
         except Exception as error:
             log.warning("The memory of captured calls is not given back: %s", error)
             return 0
@@ -121,12 +116,6 @@ class CaptureMemory:
         """How often core has taken the memory of captures."""
         return sum(patcher.model.asked for patcher in self._patchers.values())
 
-    def why_not(self, model: torch.nn.Module) -> Reason | None:
-        """Why nothing of the model is captured any more, though it could be."""
-        cache = self._cache()
-        times = 0 if cache is None else cache.captures.in_vain.get(model, 0)
-        return Reason("captures_in_vain", times=times) if times >= _MOST_IN_VAIN else None
-
     def enter(self, device: torch.device) -> None:
         """Let core take the memory of captures on this device from now on."""
         try:
@@ -144,25 +133,12 @@ class CaptureMemory:
         except Exception as error:  # a core with another way of keeping models
             log.debug("ComfyUI cannot ask for the memory of captured calls: %s", error)
 
-    def leave_if_empty(self) -> None:
-        """Remove entries without captures from core's list. Must not be called while core iterates over it."""
-        for patcher in self._patchers.values():
-            if not patcher.model.nbytes():
-                _remove(patcher)
-
 
 def room_for_captures(device: torch.device) -> int:
     """Bytes that captures may take on the device in addition to compiled blocks; 0 if it has no CUDA graphs."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).total_memory // _SHARE
-
-
-def _remove(patcher: _Patcher) -> None:
-    known = getattr(comfy.model_management, "current_loaded_models", [])
-    for index in reversed(range(len(known))):
-        if known[index].model is patcher:
-            known.pop(index).model_finalizer.detach()
 
 
 _memories: weakref.WeakKeyDictionary[GraphCache, CaptureMemory] = weakref.WeakKeyDictionary()
