@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 
@@ -30,8 +29,6 @@ _WINDOWS_CPP = (
     '"--passive --add Microsoft.VisualStudio.Workload.VCTools --includeRecommended"'
 )
 
-_LINUX_CPP = {"apt-get": "apt-get install g++", "dnf": "dnf install gcc-c++", "pacman": "pacman -S gcc"}
-
 
 def triton_version() -> str | None:
     """The version of Triton, which compiles for GPUs; None where it is not installed."""
@@ -48,9 +45,6 @@ def triton_version() -> str | None:
 def lacking(device: str) -> Reason | None:
     """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
     if device == "cpu" and cpp_compiler() is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        asleep = _sleeping_cl() if _cpp_compiler_name() == "cl" else None
-        if asleep is not None:
-            return Reason("cpp_compiler_asleep", name="cl", command=f'"{asleep}"')
         return Reason("no_cpp_compiler", name=_cpp_compiler_name(), command=_install_cpp())
     if device not in ("cuda", "xpu"):
         return None
@@ -79,30 +73,9 @@ def _cpp_compiler_name() -> str:
     return os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))
 
 
-def _sleeping_cl() -> str | None:
-    """The script that puts an installed Visual C++ on the path, where torch looks for it; None where there is none."""
-    for root in (os.environ.get("ProgramFiles(x86)"), os.environ.get("ProgramFiles")):
-        vswhere = os.path.join(root or "", "Microsoft Visual Studio", "Installer", "vswhere.exe")
-        if not os.path.isfile(vswhere):
-            continue
-        ask = [vswhere, "-latest", "-products", "*", "-property", "installationPath"]
-        ask += ["-requires", "Microsoft.VisualStudio.Component.VC.Tools.x86.x64"]
-        try:
-            found = subprocess.run(ask, capture_output=True, encoding="utf-8", errors="replace", timeout=10).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        script = os.path.join(found.strip(), "VC", "Auxiliary", "Build", "vcvars64.bat")
-        if found.strip() and os.path.isfile(script):
-            return script
-    return None
-
-
 def _install_cpp() -> str:
-    if sys.platform == "win32":
-        return _WINDOWS_CPP
-    if sys.platform == "darwin":
-        return "xcode-select --install"
-    return next((command for tool, command in _LINUX_CPP.items() if shutil.which(tool)), _LINUX_CPP["apt-get"])
+    on_linux = "dnf install gcc-c++" if shutil.which("dnf") else "apt-get install g++"
+    return {"win32": _WINDOWS_CPP, "darwin": "xcode-select --install"}.get(sys.platform, on_linux)
 
 
 def _install_triton() -> str:
