@@ -115,7 +115,7 @@ class PipelineReplica:
         shared = engine("cache.graph_cache").shared
 
         store = shared.store.statistics() if shared.store is not None else None
-        return {**self._names, "images": self._images, **counted(shared.statistics(rows=0), store)}
+        return {**self._names, "images": self._images, **counted(shared.statistics(), store)}
 
     def _make(self, asked: Asked, given_up: threading.Event) -> bytes:
         import torch
@@ -170,7 +170,7 @@ def most_keys(settings: PipelineSettings) -> int:
     """How many sizes' graphs fit into the graph cache, judged by that of the warm-up."""
     shared = engine("cache.graph_cache").shared
 
-    cache = shared.statistics(rows=0)
+    cache = shared.statistics()
     if settings.accelerate.get("shapes") != "exact" or not settings.warm_up or not cache["entries"]:
         return ENOUGH
     return max(1, cache["max_entries"] // cache["entries"])

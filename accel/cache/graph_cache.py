@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,19 +106,26 @@ class GraphCache:
             graph = self._load(entry, load_graph, lease)
             return entry, self._make(entry, compile_graph, lease, action) if graph is None else graph
 
-    def statistics(self, rows: int | None = None, text: str = "") -> dict[str, Any]:
-        """Totals, and a row per entry, the most recently used last. Seconds, bytes, counts.
-
-        rows: at most so many of the latest; None gives all. text: only those with this text in their name or model.
-        """
+    def statistics(self) -> dict[str, Any]:
+        """Totals. Seconds, bytes, counts. The entries themselves: `report.cache_table`."""
         with self._lock:
             entries = list(self._entries.values())
             limits = {"max_entries": self._max_entries, "max_bytes": self.max_bytes}
             totals = {**self._counts, "evictions": self.evictions, **limits}
             evicted_hits = self._evicted_hits
-        counted = _totals(entries)
-        counted["hits"] += evicted_hits
-        return {**counted, **totals, **_table(entries, rows, text)}
+        return {
+            "entries": len(entries),
+            "graphs": sum(len(entry.graphs) for entry in entries),
+            "hits": evicted_hits + sum(entry.calls for entry in entries),
+            "probe_seconds": sum(entry.probe_seconds for entry in entries),
+            "bytes": sum(entry.nbytes for entry in entries),
+            **totals,
+        }
+
+    def entries(self) -> list[Entry]:
+        """Every entry, the most recently used last."""
+        with self._lock:
+            return list(self._entries.values())
 
     def get(self, key: Hashable, lease: Lease | None = None) -> Entry | None:
         """The entry of the key, which counts as used now; None where there is none."""
@@ -197,9 +204,7 @@ class GraphCache:
 
     def evict_named(self, entry_id: str) -> int | None:
         """Drop the entry with this `Entry.id`; the bytes freed, or None if there is no such entry."""
-        with self._lock:
-            entries = list(self._entries.values())
-        found = next((entry for entry in entries if entry.id == entry_id), None)
+        found = next((entry for entry in self.entries() if entry.id == entry_id), None)
         if found is None:
             return None
         freed = found.nbytes
@@ -362,67 +367,6 @@ class GraphCache:
         with self._lock:
             if not entry.graphs and self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
-
-
-def _totals(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over the entries. Seconds, bytes, counts."""
-    return {
-        "entries": len(entries),
-        "graphs": sum(len(entry.graphs) for entry in entries),
-        "hits": sum(entry.calls for entry in entries),
-        "probe_seconds": sum(entry.probe_seconds for entry in entries),
-        "bytes": sum(entry.nbytes for entry in entries),
-    }
-
-
-def _table(entries: Sequence[Entry], rows: int | None, text: str) -> dict[str, Any]:
-    """{"table", "rows_total"}: the last `rows` of the entries with this text in their name or model, ignoring case."""
-    text = text.casefold()
-    chosen = [entry for entry in entries if not text or text in _names(entry)]
-    last = chosen if rows is None else chosen[max(len(chosen) - rows, 0) :]
-    return {"rows_total": len(chosen), "table": [_row(entry) for entry in last]}
-
-
-def _row(entry: Entry) -> dict[str, Any]:
-    """One entry as JSON. last_used: Unix seconds. used_at: of the latest runs, the newest first.
-
-    source: of its graphs: "compiled", "disk", or "captured" for calls of a whole model.
-    """
-    failure = entry.failure  # read once: another thread may clear it
-    return {
-        "id": entry.id,
-        "name": entry.name,
-        "model": entry.uses[-1].model if entry.uses else None,
-        "graphs": len(entry.graphs),
-        "hits": entry.calls,
-        "seconds": entry.seconds,
-        "probe_seconds": entry.probe_seconds,
-        "bytes": entry.nbytes,
-        "last_used": entry.last_used,
-        "failure": None if failure is None else str(failure),
-        "failure_reason": None if failure is None else failure.as_json(),
-        "used_at": [
-            {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
-        ],
-        "source": "captured" if entry.is_capture else "disk" if entry.was_loaded else "compiled",
-        **_of_key(entry.key),
-    }
-
-
-def _of_key(key: Hashable) -> dict[str, Any]:
-    """The readable fields of a `GraphKey` or a `CaptureKey`."""
-    sizes = getattr(key, "sizes", None)
-    inputs = getattr(key, "inputs", ())
-    return {
-        "sizes": "any" if sizes is None else [list(shape) for shape in sizes],
-        "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else None,
-        "device": str(inputs[0].device) if inputs else None,
-        "backend": getattr(key, "backend", None),
-    }
-
-
-def _names(entry: Entry) -> str:
-    return " ".join((entry.name, *(use.model for use in entry.uses))).casefold()
 
 
 shared = GraphCache()

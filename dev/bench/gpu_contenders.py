@@ -116,8 +116,9 @@ class Lineup:
         """Calls captured and replayed so far."""
         if not CONTENDERS[name].has_graphs:
             return 0, 0
-        known = self._cache_of(name).statistics()
-        return known["captures"], sum(row["hits"] for row in known["table"] if row["name"] == f"{self._network} call")
+        cache = self._cache_of(name)
+        calls = sum(entry.calls for entry in cache.entries() if entry.name == f"{self._network} call")
+        return cache.statistics()["captures"], calls
 
 
 def ran_as(name: str, replays: int, calls: int) -> str:

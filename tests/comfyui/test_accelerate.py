@@ -164,7 +164,7 @@ def test_wrong_prompt_is_an_error_as_without_us_and_the_right_one_is_compiled(sm
     assert fallbacks.rows() == [] and "Traceback" not in capfd.readouterr().err
     assert torch.equal(sample(fast(small_unet, cache), steps=1), sample(small_unet, steps=1))
     assert fallbacks.rows() == []
-    assert "BasicTransformerBlock" in {row["name"] for row in cache.statistics()["table"] if row["graphs"]}
+    assert "BasicTransformerBlock" in {entry.name for entry in cache.entries() if entry.graphs}
 
 
 def test_gradients_pass_through_an_accelerated_model(small_unet, sample):

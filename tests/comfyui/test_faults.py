@@ -140,7 +140,7 @@ def test_interrupt_button_during_a_compilation_ends_the_image(name):
         with pytest.raises(comfy.model_management.InterruptProcessingException):
             make(fast(model, backend, cache))
         assert not comfy.model_management.processing_interrupted()
-        assert all(row["failure"] is None and row["graphs"] for row in cache.statistics()["table"])
+        assert all(entry.failure is None and entry.graphs for entry in cache.entries())
         assert fallbacks.rows() == []
         assert forwards_in_place(model.model) == []
     assert not presses

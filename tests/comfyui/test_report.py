@@ -19,6 +19,7 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report import log as report_log
+from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes.report import AccelReport
 from kit import tiny_models
@@ -78,7 +79,7 @@ def test_first_run_compiles_and_the_second_finds_all_there(unet):
     assert first.totals.eager_calls == second.totals.eager_calls == 0
     assert second.totals.contexts == (77,) and second.fallbacks == {} and not second.failed
     assert second.seconds >= 0 and second.loaded_share == 1.0
-    used = [row["used_at"] for row in cache.statistics()["table"]]
+    used = [row["used_at"] for row in cache_table(cache)["table"]]
     assert all(at == [{"latent": [9, 8], "batch": 1, "context": 77}] for at in used)
 
 

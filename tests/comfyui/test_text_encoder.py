@@ -62,7 +62,7 @@ def test_prompts_of_every_length_batch_and_weight_are_encoded_alike_by_the_graph
         assert GRAPHS[name] <= graphs() <= 2 * GRAPHS[name]  # positions have no rows for prompts
     assert hits(cache) > 0 and fallbacks.rows() == []
     lengths = {77} if all(part.startswith("clip_") for part in ENCODERS[name].configs) else {22, 62}
-    assert {use["context"] for row in cache.statistics()["table"] for use in row["used_at"]} >= lengths
+    assert {use.context for entry in cache.entries() for use in entry.uses} >= lengths
 
 
 def test_prompts_beyond_a_sliding_window_have_one_more_graph_at_most():

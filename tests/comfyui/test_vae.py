@@ -86,7 +86,7 @@ def test_compiled_decoder_serves_every_size_batch_and_tile_from_the_first():
     view = view_of(vae, cache=cache)
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
     compiled = graphs()
-    names = {row["name"] for row in cache.statistics()["table"]}
+    names = {entry.name for entry in cache.entries()}
     # By channels: 64, 64 to 32, 32. Newer cores call the middle ones with fewer arguments.
     assert compiled in (3, 4) and names == {"ResnetBlock"}
     for height, width, batch in [(6, 10, 1), (9, 7, 1), (6, 6, 3)]:

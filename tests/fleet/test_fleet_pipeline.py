@@ -140,7 +140,7 @@ def test_pipeline_is_loaded_accelerated_and_warm(folder):
     )
     pipe = fleet_pipeline.load(settings)
     assert "_accel" in vars(pipe) and vars(pipe)["_accel"]._deep_cache.quality == 45.0
-    assert fleet_pipeline.engine("cache.graph_cache").shared.statistics(rows=0)["compilations"] > 0
+    assert fleet_pipeline.engine("cache.graph_cache").shared.statistics()["compilations"] > 0
 
 
 def ask(url, **asked):

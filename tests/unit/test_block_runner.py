@@ -465,7 +465,7 @@ def test_loaded_graph_that_fails_is_compiled_anew(monkeypatch):
         torch.testing.assert_close(stand_in(block, x), block(x))
     assert cache.store.distrusted == ["lent"]
     assert cache.statistics()["compilations"] == 1
-    assert cache.statistics()["table"][0]["failure"] is None
+    assert cache.entries()[0].failure is None
     assert reasons() == ["its compiled graph failed: RuntimeError: no kernel image is available"]
 
 

@@ -8,6 +8,7 @@ from comfy_accel.accel.cache.entry import Entry, Use
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
+from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.signature.tensors import TensorSpec
 
 MANY = 5000
@@ -37,41 +38,41 @@ def full():
 
 
 def test_rows_are_bounded_and_the_latest_and_totals_are_of_all(full):
-    found = full.statistics(rows=200)
-    assert len(found["table"]) == 200 and found["rows_total"] == found["entries"] == MANY
-    assert found["bytes"] == MANY * 10
+    found, totals = cache_table(full, 200), full.statistics()
+    assert len(found["table"]) == 200 and found["rows_total"] == totals["entries"] == MANY
+    assert totals["bytes"] == MANY * 10
     assert [row["name"] for row in found["table"]][-5:] == ["Transformer"] * 5
-    assert full.statistics(rows=0)["table"] == []
+    assert cache_table(full, 0)["table"] == []
 
 
 def test_thousands_of_entries_are_told_quickly_and_filtered_by_name_and_model_in_any_case(full):
-    full.statistics(200)
+    cache_table(full, 200)
     started = time.process_time()
-    full.statistics(200)
-    assert full.statistics(200, "transF")["rows_total"] == 5
+    cache_table(full, 200)
+    assert cache_table(full, 200, "transF")["rows_total"] == 5
     assert time.process_time() - started < 0.5
-    assert full.statistics(200, "sd15")["rows_total"] == MANY
-    assert full.statistics(200, "nothing")["rows_total"] == 0
+    assert cache_table(full, 200, "sd15")["rows_total"] == MANY
+    assert cache_table(full, 200, "nothing")["rows_total"] == 0
 
 
 def test_entry_is_named_the_same_in_every_cache_and_evicted_by_its_name():
     one, other = GraphCache(), GraphCache()
     for cache in (one, other):
         fill(cache, [key(1), key(2)])
-    names = [row["id"] for row in one.statistics()["table"]]
-    assert names == [row["id"] for row in other.statistics()["table"]] and len(set(names)) == 2
+    names = [row["id"] for row in cache_table(one)["table"]]
+    assert names == [row["id"] for row in cache_table(other)["table"]] and len(set(names)) == 2
     assert one.evict_named(names[0]) == 10
     assert one.evict_named(names[0]) is None and one.evict_named("0") is None
-    assert [row["id"] for row in one.statistics()["table"]] == names[1:]
+    assert [row["id"] for row in cache_table(one)["table"]] == names[1:]
 
 
 def test_row_says_what_the_graph_is_for():
     cache = GraphCache()
     fill(cache, [key(1), key(2, (torch.Size((2, 3)), torch.Size(())))])
-    any_size, exact = cache.statistics()["table"]
+    any_size, exact = cache_table(cache)["table"]
     assert (any_size["sizes"], exact["sizes"]) == ("any", [[2, 3], []])
     assert (exact["dtype"], exact["device"], exact["backend"]) == ("float16", "cpu", "inductor")
     assert exact["source"] == "compiled" and exact["model"] == "SD15"
     assert exact["used_at"] == [{"latent": [8, 8], "batch": 1, "context": None}]
     cache.find("a", "A", len, lambda: pytest.fail("compiled"), load_graph=lambda: CompiledGraph(len, bool))
-    assert cache.statistics()["table"][-1]["source"] == "disk"
+    assert cache_table(cache)["table"][-1]["source"] == "disk"

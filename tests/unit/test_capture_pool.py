@@ -82,7 +82,7 @@ def test_captures_leave_before_kernels_since_they_cost_least_to_make():
     images(model, cache, 5)
     cache.set_budget(max_bytes=1000)
     assert left(capturer) == 0
-    assert [row["name"] for row in cache.statistics()["table"]] == ["old kernel"]
+    assert [entry.name for entry in cache.entries()] == ["old kernel"]
 
 
 def test_room_is_what_kernels_leave():

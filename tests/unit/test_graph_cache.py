@@ -23,7 +23,7 @@ def find(cache, key, make=graph, tensors=0, lease=None):
 
 
 def keys(cache):
-    return [row["name"].removeprefix("name of ") for row in cache.statistics()["table"]]
+    return [entry.name.removeprefix("name of ") for entry in cache.entries()]
 
 
 def refuses(*_):

@@ -12,6 +12,7 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
 from comfy_accel.accel.report.savings import Saving
@@ -203,7 +204,7 @@ def test_entries_remember_the_latest_runs_that_used_them():
         with cache.lease() as lease:
             find(cache, "a", lease)
             lease.uses = (Use("SD15", (side, 8), 1, 77),)
-    row = cache.statistics()["table"][0]
+    row = cache_table(cache)["table"][0]
     assert row["model"] == "SD15"
     assert [use["latent"][0] for use in row["used_at"]] == [11, 10, 9, 8, 7, 6, 5, 4]
 

@@ -8,6 +8,7 @@ from .... import __version__
 from ....cache.graph_cache import shared
 from ....core.events import emit, log
 from ....core.fallbacks import fallbacks
+from ....report.cache_table import cache_table
 from ....report.run_record import records
 from .. import preferences
 from . import allocator, doctor
@@ -19,10 +20,10 @@ LONGEST_FILTER = 200
 def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
     """Everything that the panel shows, as JSON. The cache's table starts with the most recently used entry.
 
-    rows, text: of that table, as for `GraphCache.statistics`.
+    rows, text: of that table, as for `cache_table`.
     """
     settings = preferences.state()
-    cache = shared.statistics(rows, text)
+    cache = {**shared.statistics(), **cache_table(shared, rows, text)}
     cache["table"].reverse()
     last, store, limit = records.last(), None, settings["store_mb"]
     if shared.store is not None:
@@ -58,7 +59,7 @@ def evict(entry_id: str) -> dict[str, int]:
 
 def clear() -> dict[str, int]:
     """Evict all graphs of this process, not those saved on disk: {"dropped", "bytes"}."""
-    freed = shared.statistics(rows=0)["bytes"]
+    freed = shared.statistics()["bytes"]
     dropped = shared.clear()
     fallbacks.clear()
     emit("cache_changed")

@@ -57,7 +57,7 @@ def facts_as_json() -> dict[str, Any]:
 def _facts() -> tuple[list[Fact], list[Fact]]:
     """Of the last image and what it gained; and all others, of the cache last."""
     preferences.current()  # puts the cache's limits into force
-    cache = cache_fact(shared.statistics(rows=0), shared.store and shared.store.statistics())
+    cache = cache_fact(shared.statistics(), shared.store and shared.store.statistics())
     run = records.last()
     if run is None:
         return [Fact("No image was made with an accelerated model yet.")], [cache]

@@ -1,0 +1,63 @@
+"""The graph cache as rows of JSON, for pages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from ..cache.entry import Entry
+from ..cache.graph_cache import GraphCache
+
+
+def cache_table(cache: GraphCache, rows: int | None = None, text: str = "") -> dict[str, Any]:
+    """{"table", "rows_total"}: a row per entry, the most recently used last.
+
+    rows: at most so many of the latest; None gives all. text: only those with this text in their name or model,
+    ignoring case; "rows_total" is how many these are.
+    """
+    text = text.casefold()
+    chosen = [entry for entry in cache.entries() if not text or text in _names(entry)]
+    last = chosen if rows is None else chosen[max(len(chosen) - rows, 0) :]
+    return {"rows_total": len(chosen), "table": [_row(entry) for entry in last]}
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    """One entry as JSON. last_used: Unix seconds. used_at: of the latest runs, the newest first.
+
+    source: of its graphs: "compiled", "disk", or "captured" for calls of a whole model.
+    """
+    failure = entry.failure  # read once: another thread may clear it
+    return {
+        "id": entry.id,
+        "name": entry.name,
+        "model": entry.uses[-1].model if entry.uses else None,
+        "graphs": len(entry.graphs),
+        "hits": entry.calls,
+        "seconds": entry.seconds,
+        "probe_seconds": entry.probe_seconds,
+        "bytes": entry.nbytes,
+        "last_used": entry.last_used,
+        "failure": None if failure is None else str(failure),
+        "failure_reason": None if failure is None else failure.as_json(),
+        "used_at": [
+            {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
+        ],
+        "source": "captured" if entry.is_capture else "disk" if entry.was_loaded else "compiled",
+        **_of_key(entry.key),
+    }
+
+
+def _of_key(key: Hashable) -> dict[str, Any]:
+    """The readable fields of a `GraphKey` or a `CaptureKey`."""
+    sizes = getattr(key, "sizes", None)
+    inputs = getattr(key, "inputs", ())
+    return {
+        "sizes": "any" if sizes is None else [list(shape) for shape in sizes],
+        "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else None,
+        "device": str(inputs[0].device) if inputs else None,
+        "backend": getattr(key, "backend", None),
+    }
+
+
+def _names(entry: Entry) -> str:
+    return " ".join((entry.name, *(use.model for use in entry.uses))).casefold()
