@@ -1,4 +1,4 @@
-"""`python -m accel store|doctor|cuda-graphs`; `comfy-accel` in its place where the package is installed."""
+"""`python -m accel store|doctor`; `comfy-accel` in its place where the package is installed."""
 
 import sys
 
@@ -14,14 +14,9 @@ def main() -> int:
 
         print("\n".join(doctor.lines()))
         return 0
-    if arguments[:1] == ["cuda-graphs"]:
-        from .hosts.comfyui.cuda_graphs import main as cuda_graphs
-
-        return cuda_graphs(arguments[1:], f"{command} cuda-graphs")
     if arguments[:1] != ["store"]:
         print(f"usage: {command} store {{list,verify,export,import,prune}} ...", file=sys.stderr)
         print(f"       {command} doctor", file=sys.stderr)
-        print(f"       {command} cuda-graphs [on|off|ask]", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     from .hosts.comfyui.store_cli import main as store
 

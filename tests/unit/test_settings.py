@@ -2,18 +2,13 @@
 
 import io
 import logging
-import subprocess
-import sys
 
 import pytest
 from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.events import emit, log
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
-from comfy_accel.accel.hosts.comfyui import cuda_graphs as cuda_graphs_choice
 from comfy_accel.accel.report import log as report_log
-
-from dev import ROOT
 
 
 def test_what_is_written_is_read_again_and_the_rest_has_its_default(tmp_path):
@@ -135,33 +130,3 @@ def test_every_event_is_logged_and_the_key_of_what_is_made(verbosity):
     emit("graph_loaded", name="Block", key="a key", seconds=0.125)
     for said in ("graph_hit: ", "name Block, reason no compiler, seconds 0.5", "(attn1)", "seconds 0.125", ": 'a key'"):
         assert said in out.getvalue()
-
-
-def cuda_graphs(*arguments):
-    return cuda_graphs_choice.main(arguments, "accel cuda-graphs")
-
-
-def test_cuda_graphs_are_turned_on_by_a_command_in_the_folder_that_comfyui_reads(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("ACCEL_CUDA_GRAPHS", raising=False)
-    where = ("--user-directory", str(tmp_path))
-    assert cuda_graphs(*where) == 0 and "nobody has chosen" in capsys.readouterr().out
-    assert cuda_graphs("on", *where) == 0
-    assert settings.read(tmp_path / "__accel").cuda_graphs == "on"
-    monkeypatch.setenv("ACCEL_CUDA_GRAPHS", "off")
-    assert cuda_graphs(*where) == 0 and "CUDA graphs: on, but ACCEL_CUDA_GRAPHS says off" in capsys.readouterr().out
-
-
-def test_a_command_about_cuda_graphs_writes_where_nothing_would_read_it_never(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cuda_graphs_choice, "find", lambda *_: tmp_path / "comfy-accel")
-    assert cuda_graphs("on") == 1
-    monkeypatch.undo()
-    assert cuda_graphs("on", "--user-directory", str(tmp_path / "none")) == 1
-    assert capsys.readouterr().err.count("Name ComfyUI's user folder") == 2
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "__accel").write_text("a file in its place")
-    assert cuda_graphs("on", "--user-directory", str(tmp_path)) == 1
-
-
-def test_the_choice_about_cuda_graphs_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import accel.hosts.comfyui.cuda_graphs"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

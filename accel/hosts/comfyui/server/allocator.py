@@ -7,6 +7,7 @@ process's, so never unasked, and only from the next start on.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 
 from ....core import settings
 from ....core.reasons import Reason
-from ....core.settings import ASK, ON, Settings
+from ....core.settings import ASK, OFF, ON, Settings
 from .. import preferences
-from ..cuda_graphs import VARIABLE, named
 from ..home import find
+
+VARIABLE = "ACCEL_CUDA_GRAPHS"
+"""Set to "on" or "off", it counts in place of the setting."""
 
 _INSTEAD = {
     "flag": Reason("graphs_flag"),
@@ -26,6 +29,12 @@ _INSTEAD = {
     "failed": Reason("graphs_failed"),
 }
 """By what `prestartup_script.py` says of an allocator that it left alone."""
+
+
+def named() -> str | None:
+    """The choice in the environment: ON, OFF, or None."""
+    name = os.environ.get(VARIABLE, "").strip().lower()
+    return name if name in (ON, OFF) else None
 
 
 def state() -> Reason:
