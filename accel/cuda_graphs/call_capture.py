@@ -12,8 +12,7 @@ import torch
 from ..core.reasons import Reason
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
-from .capturer import CaptureFailed
-from .conditions import DryRun, Ended
+from .conditions import CaptureFailed, DryRun, Ended
 from .host_constants import HostConstants
 from .pool import Buffers, CapturedCall, CapturePool
 

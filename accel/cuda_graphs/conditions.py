@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..compile.compiled_graph import CompileFailed
 from ..core.reasons import Reason, not_in_this_mode
 from ..modules.snapshot import WeightSnapshot
 from ..modules.substitution import StandIn, has_foreign_forward
 from ..modules.wrapped_forward import is_replaced
 from ..signature.tensors import PLAIN_TENSORS, tensors_in
+
+
+class CaptureFailed(CompileFailed):
+    """A call cannot be captured, or its captured graph is not right; the message says why."""
+
 
 _SYNCHRONIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 

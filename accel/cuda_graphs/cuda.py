@@ -1,5 +1,8 @@
 """Capturing with `torch.cuda.graph`, on a stream of its own and in one memory pool per device.
 
+A captured graph reads and writes fixed addresses. Whoever replays it copies the inputs to where they were during the
+capture, takes the outputs away before anything else is replayed, and answers for the addresses of the weights.
+
 Follows torch's notes on CUDA semantics ("CUDA Graphs", "Graph memory management"), its `make_graphed_callables`, and
 `torch/_inductor/cudagraph_trees.py`, `CUDAGraphNode._record`. Tests without a GPU cover what surrounds this class, not
 the class itself.
@@ -88,19 +91,26 @@ def idle_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[int]
     )
 
 
-class _CudaGraph:
-    """pool: referenced so that it lasts as long as its last graph."""
+class CudaGraph:
+    """The work of one call. Its memory is free once nobody holds the graph nor what the call returned.
+
+    pool: referenced so that it lasts as long as its last graph. nbytes: by how much the capture has grown it.
+    """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: BallastedPool, nbytes: int):
         self._graph, self._pool = graph, pool
         self.nbytes = nbytes
 
     def replay(self) -> None:
+        """Do the work again, on the same addresses, after everything queued on the current stream."""
         self._graph.replay()
 
 
 class CudaCapturer:
-    """A `Capturer` for NVIDIA cards and torch's own allocator.
+    """Captures for NVIDIA cards and torch's own allocator. Outputs of a graph are valid until the next is captured or
+    replayed, since graphs share memory.
+
+    lock: held during a warm-up, a capture or a replay, until the outputs are taken away.
 
     Memory of released graphs is free for others once torch's cache is emptied; torch does so before it raises
     OutOfMemoryError, and hosts after they unload a model.
@@ -114,21 +124,26 @@ class CudaCapturer:
         """The stream that the calls are made on: graphs of one pool must not run concurrently."""
 
     def why_not(self, device: torch.device) -> Reason | None:
+        """Why no call on the device can be captured or replayed here and now; None where it can. Quick."""
         return of_device(device, self._homes.get(device))
 
     def timed(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
-        time = CallTime(device)
+        """The result of the call, and a question that waits for it: whether the device waited for Python in it, which
+        a replay would spare."""
+        timed = CallTime(device)
         out = call()
-        time.stop()
-        return out, lambda: time.device_waited
+        timed.stop()
+        return out, lambda: timed.device_waited
 
     def has_room(self, device: torch.device) -> bool:
+        """Whether the call that was just made could be made aside without taking memory from anybody."""
         # What torch holds idle is about what the call took at its height. Aside, none of it can be used.
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] >= idle + LEAST_FREE
 
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
-        # Loads and selects kernels and makes handles, none of which may happen during a capture.
+        """The result of the call, made where captures are: it loads and selects kernels and makes handles, none of
+        which may happen during a capture."""
         _require_memory(device)
         here, aside = torch.cuda.current_stream(device), self._stream(device)
         aside.wait_stream(here)
@@ -138,7 +153,11 @@ class CudaCapturer:
         finally:
             here.wait_stream(aside)
 
-    def capture(self, device: torch.device, call: Callable[[], Any]) -> tuple[_CudaGraph, Any]:
+    def capture(self, device: torch.device, call: Callable[[], Any]) -> tuple[CudaGraph, Any]:
+        """The captured graph, and what the call returned, whose values are not computed yet.
+
+        Whatever it raises, the device is as before, and nothing is kept.
+        """
         here, aside = torch.cuda.current_stream(device), self._stream(device)
         pool = self._pools.get(device)
         if pool is None:
@@ -170,14 +189,15 @@ class CudaCapturer:
         finally:
             pool.hold()
         self._homes[device] = here
-        return _CudaGraph(graph, pool, nbytes), out
+        return CudaGraph(graph, pool, nbytes), out
 
     def give_back(self) -> None:
-        # They are of a stream on which nobody else computes.
+        """Free memory that nothing but warm-ups has used, and nothing will: theirs is a stream of its own."""
         torch_internals.CLEAR_WORKSPACES.get()()
         torch.cuda.empty_cache()
 
     def reset(self) -> None:
+        """Share no memory with the graphs captured until now."""
         self._pools.clear()
         self._homes.clear()
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.reasons import Reason
 from ..signature.tensors import tensors_in
-from .capturer import CaptureFailed
+from .conditions import CaptureFailed
 
 _TO = "aten::to"
 

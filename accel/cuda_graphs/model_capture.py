@@ -31,8 +31,7 @@ from ..signature import switches, tree_spec
 from ..step_cache.capture_io import CaptureIO, FeaturesProxy
 from .call_capture import CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
-from .capturer import CaptureFailed
-from .conditions import of_arguments, of_warm_call, of_weights
+from .conditions import CaptureFailed, of_arguments, of_warm_call, of_weights
 from .host_constants import HostConstants
 from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturedCall, CapturePool

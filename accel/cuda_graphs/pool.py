@@ -19,18 +19,18 @@ import torch
 
 from ..cache.graph_cache import NoGraph
 from ..core.reasons import Reason
-from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
-from .capturer import CaptureFailed
+from .conditions import CaptureFailed
 
 if TYPE_CHECKING:
     from ..cache.entry import Lease
     from ..cache.graph_cache import GraphCache
     from ..dispatch.block_observer import BlockObserver
+    from ..modules.snapshot import WeightSnapshot
     from ..step_cache.capture_io import CaptureIO
     from .capture_key import CaptureKey
-    from .capturer import CapturedGraph, Capturer
+    from .cuda import CudaCapturer, CudaGraph
     from .host_constants import HostConstants
 
 
@@ -67,7 +67,7 @@ class CapturedCall:
         self,
         key: CaptureKey,
         pool: CapturePool,
-        graph: CapturedGraph,
+        graph: CudaGraph,
         buffers: Buffers,
         loaded: Buffers,
         constants: HostConstants,
@@ -78,7 +78,7 @@ class CapturedCall:
         observer: BlockObserver,
     ):
         self.key, self._pool, self._buffers, self._loaded, self.held = key, pool, buffers, loaded, held
-        self._graph: CapturedGraph | None = graph
+        self._graph: CudaGraph | None = graph
         self.constants: HostConstants | None = constants
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
@@ -147,7 +147,7 @@ class CapturePool:
     capturer: has one pool, and a process has one capturer.
     """
 
-    def __init__(self, capturer: Capturer):
+    def __init__(self, capturer: CudaCapturer):
         self.capturer = capturer
         self._grown: dict[torch.device, int] = {}
         # Not a WeakSet: a garbage collection that releases a member while another thread iterates would raise there.
@@ -181,7 +181,7 @@ class CapturePool:
         if not left:
             self.capturer.reset()
 
-    def grow(self, graph: CapturedGraph, device: torch.device) -> None:
+    def grow(self, graph: CudaGraph, device: torch.device) -> None:
         """After a capture, whether or not the graph is kept."""
         self._grown[device] = self._grown.get(device, 0) + graph.nbytes
 
@@ -218,18 +218,6 @@ class CapturePool:
         for member in filter(matches, self.members):
             cache.evict(member.key)
 
-    def drop_outdated(
-        self, cache: GraphCache, snapshot: Callable[[torch.nn.Module], WeightSnapshot] = WeightSnapshot
-    ) -> None:
-        """Evict those whose model is gone or whose weights have moved; some milliseconds for each model."""
-        digests: dict[object, str | None] = {}
-        for member in self.members:
-            model = member.key.model()
-            if model is not None and model not in digests:
-                digests[model] = _digest(model, snapshot)
-            if model is None or member.digest != digests[model] or not member.has_kernels():
-                cache.evict(member.key)
-
     def _members_on(self, device: torch.device) -> list[CapturedCall]:
         return [member for member in self.members if member.device == device]
 
@@ -238,10 +226,3 @@ def _release(call: weakref.ref[CapturedCall]) -> None:
     released = call()
     if released is not None:
         released.release()
-
-
-def _digest(model: torch.nn.Module, snapshot: Callable[[torch.nn.Module], WeightSnapshot]) -> str | None:
-    try:
-        return snapshot(model).digest
-    except UnsupportedWeights:
-        return None

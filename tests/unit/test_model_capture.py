@@ -561,4 +561,4 @@ def test_clearing_evicting_and_a_model_that_is_gone_free_the_captures():
     gc.collect()
     assert gone() is None
     assert left(capturer) == 0 and cache.statistics()["bytes"] == 0
-    cache.captures.drop_outdated(cache)
+    cache.captures.drop(cache)

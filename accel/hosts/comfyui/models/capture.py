@@ -2,7 +2,7 @@
 
 The capture is the innermost wrapper around a model's forward, so other packs' wrappers run in every call; inside are
 only the model's own code and its blocks' layers. Memory is released when ComfyUI asks for it (`capture_memory`), when
-it unloads the model, when the model is freed, and at the next run of any model if the weights were moved since.
+it unloads the model, when the model is freed, and when a call finds that its weights were moved.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def begin(
     memory = memory_of(cache)
     if cache is shared:
         preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
-    cache.captures.drop_outdated(cache, _snapshot)
+    cache.captures.drop(cache, lambda call: call.key.model() is None)
     asked = memory.asked
     model = base.diffusion_model
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
