@@ -5,9 +5,8 @@ from comfy_api.latest import io
 from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from ..accel.hosts.comfyui.models.vae import vae_view
+from ..accel.hosts.comfyui.models.vae import uncompiled
 from ..accel.hosts.comfyui.versions import lacks, make_input, schema
-from ..accel.sizing.vae import AUTO, VaePolicy
 from ..accel.step_cache.config import QUALITIES
 
 
@@ -46,7 +45,7 @@ class AccelSpeedUp(io.ComfyNode):
                     io.Vae,
                     "vae",
                     optional=True,
-                    tooltip=("Optional. Compiles decoding too after 20 images of one size, if that is faster here."),
+                    tooltip="Optional. Handed on, and kept from being compiled, as by VAE Skip Compile.",
                 ),
             ],
             outputs=[
@@ -68,6 +67,4 @@ class AccelSpeedUp(io.ComfyNode):
         caching = QUALITIES[quality]
         if caching is not None:
             faster = apply_deep_cache(faster, caching, made_by="AccelSpeedUp", quality=quality)
-        if vae is not None:
-            vae = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), made_by="AccelSpeedUp")
-        return io.NodeOutput(faster, vae)
+        return io.NodeOutput(faster, None if vae is None else uncompiled(vae))

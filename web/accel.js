@@ -30,18 +30,14 @@ app.registerExtension({
     for (const { type, options } of widgets ?? []) if (type === "combo") options.getOptionLabel = choiceText;
   },
   beforeRegisterNodeDef(nodeType, { name }) {
-    if (name === "AccelDeepCache") before(nodeType.prototype, "configure", (node, saved) => bringUpToDate(saved));
+    if (!name.startsWith("Accel")) return;
+    const { configure } = nodeType.prototype;
+    nodeType.prototype.configure = function (saved) {
+      bringUpToDate(saved, name, this.widgets);
+      return configure.apply(this, arguments);
+    };
   },
 });
-
-/** Call `act(node, ...)` before the node's own method. */
-function before(prototype, name, act) {
-  const own = prototype[name];
-  prototype[name] = function (...args) {
-    act(this, ...args);
-    return own.apply(this, args);
-  };
-}
 
 /** How many kinds are still to compile, on the tab's icon. */
 function showBadge() {

@@ -126,3 +126,11 @@ def _block_lists(module: torch.nn.Module, path: str) -> Iterator[BlockList]:
 
 def _is_built_of_layers(module: torch.nn.Module) -> bool:
     return not isinstance(module, _CONTAINERS) and any(True for _ in module.children())
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model or a part of it is already compiled: torch would then trace into stand-ins and fail.
+
+    Truthiness matters: what our hosts put where torch keeps a module's compiled call is false.
+    """
+    return any("_orig_mod" in part._modules or part._compiled_call_impl for part in model.modules())

@@ -1,1 +1,1 @@
-"""Sizes: snapping, fitting and padding, and when to compile a VAE."""
+"""Sizes in pixels, and the nearest one that a model supports."""

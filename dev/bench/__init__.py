@@ -13,7 +13,6 @@ BENCHES = {
     "deepcache": "what skipping costs in quality, on two trained networks: targets, policies, EasyCache, fewer steps",
     "quality": "on a checkpoint of yours, what each quality target costs and reaches, with a contact sheet",
     "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
-    "vae": "a VAE at twenty sizes, twice: plain, skip, auto, compiled; seconds, graphs and memory of each decoding",
     "gpu": "on a GPU, every contender at every size: steps a second, first images, a session's stalls, memory",
     "kernels": "GPU code of each kind of block, counted in instructions: ours, for one size, core's; needs no card",
     "overhead": "our own microseconds a block and a call, part by part; --images: of an image, beside others",

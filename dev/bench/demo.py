@@ -102,8 +102,7 @@ def exact(comfyui: Path, checkpoint: Path, backend: str) -> list[report.Row]:
 def compare(client: Client, graph: Graph, case: Case) -> report.Row:
     """Run `case` without and with the pack. compiling_s: part of accelerated_s. largest_difference: of 255."""
     size = {"width": case.width, "height": case.height, "batch_size": case.batch}
-    # Multiples of 8, so that the size asked for is the size made.
-    graph = workflow.change(graph, {"AccelResolutionSnap": {**size, "multiple": "8", "max_megapixels": 0.0}})
+    graph = workflow.change(graph, {"EmptyLatentImage": size})
     plain = _run(client, workflow.bypass(graph), f"{case.label} plain")
     before = client.get("/accel/state")["graph_cache"]
     accelerated = _run(client, graph, f"{case.label} accelerated")
@@ -150,7 +149,7 @@ def failure(rows: Sequence[report.Row]) -> str | None:
 def _warm_up(client: Client, graph: Graph) -> None:
     """Load the models, so that no row of the table pays for it."""
     size = {"width": 64, "height": 64, "batch_size": 1}
-    smallest = workflow.change(graph, {"AccelResolutionSnap": size, "KSampler": {"steps": 1}})
+    smallest = workflow.change(graph, {"EmptyLatentImage": size, "KSampler": {"steps": 1}})
     _run(client, workflow.bypass(smallest), "loading the models")
 
 

@@ -20,13 +20,15 @@ from functools import cache
 from itertools import accumulate, count
 from typing import NamedTuple
 
-from accel.sizing.buckets import TRAINED
 from accel.sizing.resolution import Size
 from dev import Problem
 from fleet.routing import choose, routing_key
 from fleet.settings import Settings
 
 from . import report
+
+TRAINED = {"SD1.5": 19, "SDXL": 40, "Flux": 17, "Qwen-Image": 7}
+"""Architecture → how many sizes it was trained at; which they are is nothing to the fleet."""
 
 ASSUMED = {
     "image_s": (5.0, "seconds that an image takes where all is there"),
@@ -100,7 +102,8 @@ def _routed(values: dict[str, float], traffic: str, route: str, workers: int) ->
     """A fleet that is warmed up meets its first prompts; a small one several times, for a mean that says something."""
     costs = Costs(values["model_s"], values["capture_s"], values["models_held"], values["keys_held"])
     at_once, patience = (Settings.model_fields[name].default for name in ("at_once", "patience_s"))
-    wishes = Wishes(values["models"], list(TRAINED.items()), 1.0, 1.0)
+    sizes = [(name, [Size(64 * (1 + number), 512) for number in range(many)]) for name, many in TRAINED.items()]
+    wishes = Wishes(values["models"], sizes, 1.0, 1.0)
     rate, many = values["load"] * workers / values["image_s"], int(values["prompts"] * workers)
     results = []
     for seed in range(max(1, math.ceil(2000 / many))):

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from kit import made_up_device
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-
-from .vae import resident_mb
 
 ROUNDS = 10
 SIDE, SIDE_CPU = 8192, 512
@@ -92,7 +91,8 @@ def private_bytes() -> int:
 
 def held_mb(device: torch.device) -> float:
     """Device memory that torch holds, MB, graphs included; without a GPU, memory of the process."""
-    return round(torch.cuda.memory_reserved(device) / 2**20) if device.type == "cuda" else resident_mb()
+    held = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    return round(held / 2**20)
 
 
 def _driver() -> str | None:

@@ -76,11 +76,6 @@ def bypass(graph: Graph, *classes: str) -> Graph:
             given = plain[node_id]["inputs"]
             _reconnect(plain, node_id, {slot: given.get(name) for slot, name in enumerate(PASSED_ON[kind])})
             del plain[node_id]
-        elif kind == "AccelResolutionSnap":
-            size = {name: node["inputs"][name] for name in ("width", "height", "batch_size")}
-            _reconnect(plain, node_id, {0: size["width"], 1: size["height"]})
-            plain[node_id] = {"class_type": "EmptyLatentImage", "inputs": size}
-            _reconnect(plain, node_id, {2: [node_id, 0]})
     return plain
 
 

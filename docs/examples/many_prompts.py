@@ -13,6 +13,7 @@ image is there whole or not at all, and what is there is not made again.
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import time
@@ -20,8 +21,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import ray
-from comfy_accel.sizing.buckets import TRAINED, nearest_trained
-from comfy_accel.sizing.resolution import Size
+
+SIZES = [(1024, 1024), (1152, 896), (1216, 832), (1344, 768), (1536, 640)]
+SIZES += [(height, width) for width, height in SIZES[1:]]
+"""Widths and heights that SDXL was trained at; its paper has more."""
 
 BATCHES = (8, 4, 2, 1)
 """Images at once, so that only so many shapes are run at each size."""
@@ -38,7 +41,7 @@ def main(arguments=None):
     if not left:
         return
 
-    sizes = TRAINED["SDXL"] if options.model else [Size(size.width // 8, size.height // 8) for size in TRAINED["SDXL"]]
+    sizes = SIZES if options.model else [(width // 8, height // 8) for width, height in SIZES]
     batches = list(batches_of(left, sizes))
     ray.data.DataContext.get_current().enable_progress_bars = False  # ours counts images
     done, began = 0, time.perf_counter()
@@ -79,11 +82,13 @@ def batches_of(jobs, sizes):
     """Jobs of one size together, as many at once as `BATCHES` allows; a rest becomes smaller batches."""
     by_size = defaultdict(list)
     for job in jobs:
-        by_size[nearest_trained(sizes, Size(job["width"], job["height"]))].append(job)
-    for size, same in by_size.items():
+        aspect = math.log(job["width"] / job["height"])
+        nearest = min(sizes, key=lambda size, aspect=aspect: abs(math.log(size[0] / size[1]) - aspect))
+        by_size[nearest].append(job)
+    for (width, height), same in by_size.items():
         while same:
             many = next(many for many in BATCHES if many <= len(same))
-            yield {"width": size.width, "height": size.height, "jobs": same[:many]}
+            yield {"width": width, "height": height, "jobs": same[:many]}
             same = same[many:]
 
 

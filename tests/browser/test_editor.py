@@ -109,7 +109,7 @@ def test_the_page_in_light_and_in_dark(page):
 
 
 def test_every_help_page_opens_with_its_picture(page, any_server):
-    titles = {name: node["display_name"] for name, node in our_nodes(any_server).items()}
+    titles = {name: node["display_name"] for name, node in our_nodes(any_server).items() if name in NODES}
     assert show_every_help_page(page, "en", titles) == titles
 
 

@@ -174,7 +174,7 @@ def test_a_copy_of_a_node_has_no_line_and_a_bypassed_one_is_dim(page):
 
 @in_all
 def test_a_node_shows_what_it_did(page):
-    node = page.evaluate(ADD, "AccelSnapSize")
+    node = page.evaluate(ADD, "AccelResolutionSnap")
     page.evaluate(QUEUE, "prompt 6")
     did = {"prompt_id": "prompt 6", "node": node, "output": {"text": ["720×960 → 704×960, 2.2 % narrower"]}}
     page.evaluate("did => window.app.api.dispatchCustomEvent('executed', did)", did)

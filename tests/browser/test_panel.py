@@ -87,7 +87,7 @@ def run(page, server):
         {
             "AccelModel": {"backend": "eager"},
             "AccelDeepCache": {"quality": "30 dB"},
-            "AccelResolutionSnap": {"width": 64, "height": 64, "batch_size": 1, "multiple": "8"},
+            "EmptyLatentImage": {"width": 64, "height": 64, "batch_size": 1},
             "KSampler": {"steps": STEPS, "seed": random.getrandbits(32)},
         },
     )

@@ -127,7 +127,7 @@ def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
             "CheckpointLoaderSimple": {"ckpt_name": synthetic.checkpoint().name},
             "AccelModel": {"backend": "eager", "graphs": "auto"},
             "AccelDeepCache": {"start_percent": 0.0, "end_percent": 0.01},
-            "AccelResolutionSnap": {"width": 64, "height": 64, "batch_size": 1},
+            "EmptyLatentImage": {"width": 64, "height": 64, "batch_size": 1},
             "KSampler": {"steps": 8},
         },
     )

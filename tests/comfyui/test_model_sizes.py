@@ -38,18 +38,17 @@ def test_a_transformer_needs_its_patch_times_the_latent_scale(name, multiple, sh
 def test_the_node_asks_the_connected_model(tiny_unet):
     from comfy_accel.nodes.resolution import AccelResolutionSnap
 
-    asked = {"width": 720, "height": 960, "multiple": "from model", "mode": "down", "batch_size": 3}
-    width, height, latent, *_ = AccelResolutionSnap.execute(**asked, model=tiny_unet).result
-    assert (width, height) == (704, 960)
-    assert latent["samples"].shape == (3, 4, 120, 88)
-    assert AccelResolutionSnap.execute(**asked).result[:2] == (704, 960)
+    width, height, latent, *_ = AccelResolutionSnap.execute(728, 960, batch_size=3, model=tiny_unet).result
+    assert (width, height) == (736, 960)
+    assert latent["samples"].shape == (3, 4, 120, 92)
+    assert AccelResolutionSnap.execute(728, 960).result[:2] == (704, 960)
 
 
 def test_a_linked_size_out_of_range_is_refused_with_the_range():
     from comfy_accel.nodes.resolution import AccelResolutionSnap
 
     with pytest.raises(ValueError, match="width is 0; it must be from 16 to 16384 pixels"):
-        AccelResolutionSnap.execute(0, 960, multiple="8")
+        AccelResolutionSnap.execute(0, 960)
 
 
 class Model:

@@ -36,7 +36,7 @@ def text_to_image(width=64, height=64, batch_size=1, steps=2, skips=False, **cha
             "CheckpointLoaderSimple": {"ckpt_name": synthetic.FILE_NAME},
             "AccelModel": {"backend": "eager"},
             "AccelDeepCache": {"quality": "30 dB", "end_percent": float(skips)},
-            "AccelResolutionSnap": {"width": width, "height": height, "batch_size": batch_size, "multiple": "8"},
+            "EmptyLatentImage": {"width": width, "height": height, "batch_size": batch_size},
             "KSampler": {"steps": steps},
             **changes,
         },

@@ -56,7 +56,7 @@ def test_an_odd_latent_is_explained_in_one_sentence(node, hunyuan):
     sentence = str(said.value)
     assert sentence.startswith("Sampling failed at 64×72 pixels (a latent of 8×9), whose sides are not all")
     assert "multiples of the 16" in sentence and " ".join(str(plain.value).split()) in sentence
-    assert sentence.endswith("if that is why, Snap Size or Snap Image before the sampler helps, which makes it 64×80.")
+    assert sentence.endswith("if that is why, Resolution Snap before the sampler helps, which makes it 64×80.")
     assert "\n" not in sentence and sentence.count(". ") == 0
     assert type(said.value.__cause__) is RuntimeError and str(said.value.__cause__) == str(plain.value)
 

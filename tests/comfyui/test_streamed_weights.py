@@ -26,8 +26,6 @@ from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.hosts.comfyui.models import capture, streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
-from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
 from kit import captures, tiny_models
 from kit import streamed_weights as stand_in
 from kit.captures import capturing_cache
@@ -429,25 +427,6 @@ def test_method_of_core_s_that_is_gone_leaves_nothing_held(card, monkeypatch, ow
         monkeypatch.setattr(streamed.StreamedWeights, ours, without(getattr(streamed.StreamedWeights, ours)))
     assert torch.equal(sample(made), expected) and card.pins == 0
     assert set(reasons()) == {"weights_not_taken"} and len({row["reason"] for row in fallbacks.rows()}) == 1
-
-
-@torch.inference_mode()
-def test_vae_whose_weights_are_streamed_runs_compiled(card):
-    from kit import tiny_vaes  # it imports every kind of VAE that core has
-
-    plain, vae, rng = tiny_vaes.sd15(), tiny_vaes.sd15(), random.Random(4)
-    vae.patcher = card.streamed(vae.patcher)
-    cache, policy = GraphCache(), VaePolicy(COMPILE_BOTH)
-    view = vae_view(vae, policy, CompileSettings(backend="eager"), cache)
-    assert view.first_stage_model is vae.first_stage_model
-    latent, pixels = torch.randn(1, 4, 6, 6), torch.rand(1, 64, 64, 3)
-    for _ in range(4):
-        before = cache.statistics()["hits"]
-        assert torch.equal(view.decode(latent), plain.decode(latent))
-        assert torch.equal(view.encode(pixels), plain.encode(pixels))
-        assert cache.statistics()["hits"] > before and card.pins == 0
-        card.shake(rng)
-    assert card.misses and reasons() == []
 
 
 def test_control_net_whose_weights_are_streamed_runs_compiled(card):

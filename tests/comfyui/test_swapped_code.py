@@ -17,9 +17,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.modules.blocks import blocks
-from comfy_accel.accel.sizing.vae import COMPILE_DECODER, VaePolicy
 from comfy_accel.accel.store import location
 from comfy_accel.accel.store.graph_store import GraphStore
 from comfy_accel.accel.store.key import key_digest
@@ -650,45 +648,6 @@ def test_control_with_swapped_code_gives_what_it_gives_uncompiled(place, when):
     assert are_equal(run(accelerated), swapped)
     assert are_equal(residuals(accelerated, nothing), plain)
     assert graphs() == compiled
-
-
-@pytest.mark.parametrize(
-    ("when", "begins"),
-    [
-        (always, "swapped"),
-        (every_other, "plain"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in ((always, "plain"), (every_other, "swapped"), (first_only, "plain"), (first_only, "swapped"))
-        ),
-    ],
-)
-@torch.inference_mode()
-def test_vae_whose_decoder_has_swapped_code_decodes_as_it_does_uncompiled(vae, when, begins):
-    view = vae_view(vae, VaePolicy(COMPILE_DECODER), EAGER, GraphCache())
-    latent = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(0))
-
-    def decoded(vae):
-        return vae.decode_tiled(latent, tile_x=4, tile_y=4, overlap=1)
-
-    def swapped(decoder):
-        network = vae.first_stage_model.decoder
-        with in_hooks(network, network, functools.partial(scaling, OPS.Conv2d, "forward", 0.9), when):
-            return decoded(decoder)
-
-    expected = {decoded: decoded(vae), swapped: swapped(vae)}
-    for run in [swapped, decoded, swapped, decoded][begins == "plain" :]:
-        assert torch.equal(run(view), expected[run])
-
-
-@torch.inference_mode()
-def test_vae_with_code_swapped_around_its_calls_decodes_as_it_does_uncompiled(vae):
-    view = vae_view(vae, VaePolicy(COMPILE_DECODER), EAGER, GraphCache())
-    latent = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
-    for _ in range(2):
-        with scaling(OPS.Conv2d, "forward", 0.9):
-            assert torch.equal(view.decode(latent), vae.decode(latent))
-        assert torch.equal(view.decode(latent), vae.decode(latent))
 
 
 # Saved graphs

@@ -1,4 +1,7 @@
-"""Everything that a person can set or press has its texts: tooltip, help page with picture, English and Chinese."""
+"""Everything that a person can set or press has its texts: tooltip, help page with picture, English and Chinese.
+
+A help page's table of inputs is made of the node's own texts: `ACCEL_UPDATE=1` writes it.
+"""
 
 import json
 import re
@@ -6,7 +9,7 @@ import urllib.parse
 
 import pytest
 from comfy_accel.accel.core.sentences import SENTENCES
-from kit.pages import get
+from kit.pages import UPDATE, get
 
 from dev import ROOT
 from dev.tools import workflow
@@ -14,6 +17,11 @@ from dev.tools.comfyui import PACK_NAME
 
 DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")
+HEADS = {
+    "en": "## Inputs\n\n| Input | What it does |\n|---|---|\n",
+    "zh": "## 输入\n\n| 输入 | 作用 |\n|---|---|\n",
+}
+"""What the table of inputs begins with."""
 HELP = "{name}/{language}.md"
 """Where ComfyUI's page looks first; a file that is not there is an error in its console."""
 
@@ -26,7 +34,7 @@ TEMPLATES = sorted(path.stem for path in workflow.TEMPLATES.glob("*.json"))
 @pytest.fixture(scope="module")
 def nodes(server):
     described = json.loads(get(server, "/object_info"))
-    return {name: node for name, node in described.items() if name.startswith("Accel")}
+    return {name: node for name, node in described.items() if name.startswith("Accel") and not node.get("deprecated")}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +42,18 @@ def languages(server):
     return json.loads(get(server, "/i18n"))
 
 
+@pytest.fixture(scope="module")
+def deprecated(server):
+    """Which nodes there are for old workflows alone; people are told what to use instead, and no more."""
+    described = json.loads(get(server, "/object_info"))
+    return {name for name, node in described.items() if name.startswith("Accel") and node.get("deprecated")}
+
+
 def inputs_of(node) -> dict:
     return {**node["input"].get("required", {}), **node["input"].get("optional", {})}
 
 
-def test_every_input_and_output_has_a_tooltip_and_both_languages(nodes, languages):
+def test_every_input_and_output_has_a_tooltip_and_both_languages(nodes, deprecated, languages):
     """The page shows what the nodes say where a language has no text of its own, so English has no file of them."""
     missing = []
     assert "nodeDefs" not in languages["en"]
@@ -60,9 +75,21 @@ def test_every_input_and_output_has_a_tooltip_and_both_languages(nodes, language
                 if not (entries.get(key, {}).get("name") and entries[key].get("tooltip"))
             ]
             missing += [f"zh: {name}.{part}.{key} is no more" for key in entries.keys() - keys.keys()]
-    missing += [f"zh: {name} is no more" for name in languages["zh"]["nodeDefs"].keys() - nodes.keys()]
+    missing += [f"zh: {name} is no more" for name in languages["zh"]["nodeDefs"].keys() - nodes.keys() - deprecated]
     assert nodes
     assert missing == []
+
+
+def with_inputs(page: str, language: str, node: dict, texts: dict) -> str:
+    """A help page with the table of the node's inputs in place of the one that it has. texts: Chinese ones."""
+    rows = []
+    for name, declared in inputs_of(node).items():
+        shown, said = f"`{name}`", declared[1]["tooltip"]
+        if language == "zh":
+            shown, said = f"`{name}`（{texts['inputs'][name]['name']}）", texts["inputs"][name]["tooltip"]
+        rows.append(f"| {shown} | {said} |\n")
+    table = HEADS[language] + "".join(rows)
+    return re.sub(re.escape(HEADS[language]) + r"(?:\|.*\n)*", lambda _: table, page)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -74,7 +101,11 @@ def test_every_node_has_a_help_page_with_its_picture_and_every_input(language, n
         title = (node if language == "en" else languages[language]["nodeDefs"][name])["display_name"]
         if not page.startswith(f"# {title}\n"):
             missing.append(f"{path} with the title {title}")
-        missing += [f"{path}: {key}" for key in inputs_of(node) if f"`{key}`" not in page]
+        right = with_inputs(page, language, node, languages["zh"]["nodeDefs"][name])
+        if UPDATE:
+            (DOCS / path).write_text(right, encoding="utf-8")
+        elif page != right:
+            missing.append(f"{path}: the table of inputs, as ACCEL_UPDATE=1 writes it")
         # Relative to the folder of all pages, whatever the clone is called: so ComfyUI's page resolves it.
         picture = f"{name}/en.png"
         data = (DOCS / picture).read_bytes() if (DOCS / picture).is_file() else b""

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import ModuleType
 
 import pytest
 
@@ -14,23 +13,13 @@ pytest.importorskip("ray.data", reason="an optional package of 200 MB", exc_type
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
 # ruff: noqa: E402
-from comfy_accel.accel import sizing
-from comfy_accel.accel.sizing.buckets import TRAINED
-from comfy_accel.accel.sizing.resolution import Size
-
 from dev import ROOT
 
 EXAMPLE = ROOT / "docs" / "examples" / "many_prompts.py"
 
 
 @pytest.fixture
-def example(monkeypatch):
-    installed = ModuleType("comfy_accel")  # as its wheel is; here that name is the whole pack
-    installed.__path__ = [str(ROOT / "accel")]
-    for name in ("comfy_accel", "comfy_accel.sizing", "comfy_accel.sizing.buckets", "comfy_accel.sizing.resolution"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "comfy_accel", installed)
-    monkeypatch.setitem(sys.modules, "comfy_accel.sizing", sizing)
+def example():
     spec = importlib.util.spec_from_file_location("many_prompts", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -40,8 +29,7 @@ def example(monkeypatch):
 def test_batches_have_one_trained_size_and_one_of_a_few_numbers_of_images(example):
     jobs = [{"width": 1200, "height": 800, "number": number} for number in range(15)]
     jobs += [{"width": 1000, "height": 1000, "number": 15}]
-    sizes = [Size(size.width, size.height) for size in TRAINED["SDXL"]]
-    batches = list(example.batches_of(jobs, sizes))
+    batches = list(example.batches_of(jobs, example.SIZES))
     assert [len(batch["jobs"]) for batch in batches] == [8, 4, 2, 1, 1]
     assert {(batch["width"], batch["height"]) for batch in batches} == {(1216, 832), (1024, 1024)}
     assert [job["number"] for batch in batches for job in batch["jobs"]] == list(range(16))

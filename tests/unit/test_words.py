@@ -85,7 +85,7 @@ def texts():
 def test_what_users_read_has_no_refused_word(texts):
     assert len(texts) > 40
     patterns = refused()
-    assert len(patterns) > 10
+    assert len(patterns) >= 10
     found = [
         f"{path.relative_to(ROOT)}: {match[0]!r}: write {instead}"
         for path, text in texts

@@ -16,7 +16,7 @@ from ...core.compile_settings import CompileSettings, Trouble
 from ...core.events import log
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
-from ...modules.first_call import is_compiled
+from ...modules.blocks import is_compiled
 from ...modules.substitution import Order, substituted
 from ...store.graph_store import attach
 from .home import running_home

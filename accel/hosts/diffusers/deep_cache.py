@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...core.events import emit, log
-from ...modules.first_call import is_compiled
+from ...modules.blocks import is_compiled
 from ...modules.substitution import Order, substituted
 from ...report.facts import skipping_fact
 from ...report.run import Skipping

@@ -20,7 +20,7 @@ from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ...fingerprint.survey import KeptSurveys, Region, Survey
-from ...modules.first_call import is_compiled
+from ...modules.blocks import is_compiled
 from ...modules.snapshot import AttributeSnapshot
 from ...modules.substitution import Layer
 from ...modules.wrapped_layers import modules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.survey import KeptSurveys
-from ....modules.first_call import is_compiled
+from ....modules.blocks import is_compiled
 from ....modules.substitution import Layer
 from ....report.run import Totals
 from ....store.graph_store import attach
@@ -186,17 +186,16 @@ def block_layers(
     settings: CompileSettings,
     cache: GraphCache = shared,
     lease: Lease | None = None,
-    on_shortage: Callable[[], None] = lambda: None,
 ) -> dict[torch.nn.Module, Layer]:
     """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
 
-    lease, on_shortage: as for `compiled_layers`.
+    lease: as for `compiled_layers`.
     """
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made
     surveys = KeptSurveys.on(model)
     found = survey_model(model, settings, HOST, surveys)
-    return compiled_layers(model, found, settings, HOST, cache, lease, on_shortage, surveys)
+    return compiled_layers(model, found, settings, HOST, cache, lease, surveys=surveys)
 
 
 def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:

@@ -18,7 +18,7 @@ from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.code_facts import facts_of
-from ....modules.first_call import is_compiled
+from ....modules.blocks import is_compiled
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress

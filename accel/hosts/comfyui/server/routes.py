@@ -11,7 +11,7 @@ import urllib.parse
 from typing import Any
 
 from .. import preferences
-from . import panel, panel_messages, report
+from . import earlier_prompts, panel, panel_messages, report
 
 LARGEST_BODY = 64 << 10
 """Bytes; the longest sensible request has a few thousand."""
@@ -97,6 +97,7 @@ def register() -> None:
             raise Refused("This route takes no input: send an empty body.")
         return panel.clear()
 
+    server.add_on_prompt_handler(earlier_prompts.leave_out_gone_inputs)
     panel_messages.start(server)
 
 

@@ -16,9 +16,6 @@ from ..versions import latent_scale
 SAFE_FOR_ANY_UNET = 64
 """Pixels: four levels, as in the deepest Stable Diffusion UNet, at a latent scale of 8."""
 
-# Core's model configurations whose trained sizes are known; None for one that only derives from them.
-_FAMILIES = {"SD15": "SD1.5", "SDXL": "SDXL", "Flux2": None, "Flux": "Flux", "QwenImage": "Qwen-Image"}
-
 # Two-dimensional formats that are not images: Stable Cascade's prior (about 42 pixels per element) and music.
 _NO_IMAGE = ("SC_Prior", "ACEAudio")
 
@@ -70,13 +67,6 @@ def model_multiple(model: Any) -> int:
         return safe_multiple(scale, downsamplings=halvings)
     patch = _patch_size(network)
     return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
-
-
-def trained_family(model: Any) -> str | None:
-    """The key in `buckets.TRAINED` of the model's family; None if its sizes are not listed."""
-    config = getattr(model.model, "model_config", None)
-    names = [cls.__name__ for cls in type(config).__mro__]
-    return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
 
 
 def family_name(model: Any) -> str:

@@ -62,7 +62,7 @@ def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str
         return None
     height, width = noise.shape[-2:]
     size = Size(width * scale, height * scale)
-    right = snap(size.width, size.height, multiple)
+    right = snap(size, multiple)
     if right == size:
         return None
     if len(said) > 200:
@@ -70,6 +70,6 @@ def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str
     # Many models run at such sizes anyway, and then another pack's node failed: hence "if that is why".
     return (
         f"Sampling failed at {size} pixels (a latent of {width}×{height}), whose sides are not all multiples of the"
-        f" {multiple} that the model is made for ({said.rstrip('.')}): if that is why, Snap Size or Snap Image before"
-        f" the sampler helps, which makes it {right}."
+        f" {multiple} that the model is made for ({said.rstrip('.')}): if that is why, Resolution Snap before the"
+        f" sampler helps, which makes it {right}."
     )
