@@ -21,11 +21,18 @@ from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.store import location
 from comfy_accel.accel.store.graph_store import GraphStore
 from comfy_accel.accel.store.key import key_digest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from kit import code_swaps, tiny_models
 from kit.captures import EAGER_BLOCKS, capturing_cache
-from kit.code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, scaling, that_give_tensors
+from kit.code_swaps import (
+    SWAPS,
+    all_of,
+    assert_calls_follow_the_code,
+    attribute,
+    functions_of,
+    scaled,
+    scaling,
+    that_give_tensors,
+)
 from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.deep_cache import last_run, split_chunks
@@ -323,26 +330,19 @@ def test_image_with_code_swapped_in_some_steps_is_the_plain_one(model, place, wh
 
 
 @orders
+@pytest.mark.parametrize("outer", ["DIFFUSION_MODEL", "a model function"])
 @pytest.mark.parametrize("when", [always, every_other], ids=lambda when: when.__name__)
-def test_image_with_the_swaps_of_two_nodes_within_each_other_is_the_plain_one(model, when, order):
+def test_image_with_the_swaps_of_two_nodes_within_each_other_has_both(model, when, outer, order):
+    """Of two functions, or of the same one."""
+    inner = norms_swapped if outer == "DIFFUSION_MODEL" else attention_swapped
+
     @contextmanager
     def both(model, swap, when):
-        wrapper = PLACES["DIFFUSION_MODEL"]
-        with wrapper(model, attention_swapped) as (once, _), wrapper(once, swap, when) as (twice, _):
-            yield twice, {}
-
-    assert_images_follow_the_code(model, both, norms_swapped, order, when)
-
-
-@orders
-def test_same_function_changed_by_two_nodes_within_each_other_has_both_changes(model, order):
-    @contextmanager
-    def both(model, swap, when):
-        with PLACES["a model function"](model, swap) as (once, _):
+        with PLACES[outer](model, attention_swapped) as (once, _):
             with PLACES["DIFFUSION_MODEL"](once, swap, when) as (twice, _):
                 yield twice, {}
 
-    assert_images_follow_the_code(model, both, attention_swapped, order, every_other)
+    assert_images_follow_the_code(model, both, inner, order, when)
 
 
 @pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
@@ -399,38 +399,25 @@ def toy():
     return model
 
 
-small = functools.partial(dict, width=16, height=16)
-
-
 QUICK = [
     *("a function of a module", "the code of a function", "an item of a function's keyword defaults"),
     *("the content of a cell", "the state of an object", "a class without instances", "a property", "a weight"),
     *("a layer by one of another class", "a function that torch's layers call"),
 ]
-"""One of each place in which code finds something; the others are read or compared in the same way as one of these."""
+"""One of each place in which code finds something; all are quick in tests/unit."""
 
 
-@pytest.mark.parametrize("what", thorough_except(IN_BLOCKS, *QUICK))
-def test_whatever_is_swapped_counts_while_it_is_there(what):
-    """Traced with the swap first."""
-    model, own, place = toy(), GraphCache(), PLACES["DIFFUSION_MODEL"]
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated last"))
+@pytest.mark.parametrize("what", thorough_except(SWAPS, *QUICK))
+def test_whatever_is_swapped_counts_while_it_is_there(what, order):
+    model, own = toy(), GraphCache()
 
-    def swapped(amount, order=None):
-        swap = functools.partial(IN_BLOCKS[what], model.model.diffusion_model, amount)
-        return swapped_image(model, place, swap, always, order, own, **small())
+    def call(swap, is_compiled):
+        made = order if is_compiled else None
+        return swapped_image(model, PLACES["DIFFUSION_MODEL"], swap, always, made, own, width=16, height=16)
 
-    plain, expected = image(model, **small()), {amount: swapped(amount) for amount in (1.5, 0.5)}
-    assert torch.equal(image(model, **small()), plain)  # it is put back
-    assert not torch.equal(expected[1.5], plain) and not torch.equal(expected[0.5], expected[1.5])
-    for order in ORDERS:
-        for amount in (1.5, 0.5):
-            assert torch.equal(swapped(amount, order), expected[amount])
-            before = hits(own)
-            assert torch.equal(image(fast(model, own), **small()), plain)
-            assert hits(own) > before
-        if order == ORDERS[0]:
-            compiled = graphs()
-    assert graphs() == compiled
+    assert_calls_follow_the_code(what, model.model.diffusion_model, call, "swapped")
+    assert hits(own)
 
 
 def first_res_block(model):
@@ -466,7 +453,7 @@ def inside_of_attention(model):
 
 SLOW = [
     *("a function of core's blocks", "a method of a block", "a method of a part", "a method of core's layers"),
-    *("the code of a method", "a number of a layer"),
+    *("the code of a method", "a number of a layer", "torch's for convolutions"),
 ]
 """With graphs of their own, and each like another of these in a function's place."""
 
@@ -492,29 +479,19 @@ IN_UNETS = {
     "a block's forward": lambda model: on_instance(first_res_block(model), first_res_block(model)._forward),
     "a layer": lambda model: functools.partial(attribute, first_res_block(model).in_layers, "1", torch.nn.Tanh()),
     "a number of a layer": lambda model: functools.partial(attribute, first_res_block(model).in_layers[0], "eps", 10.0),
+    "torch's for norms": of_function(torch.nn.functional, "group_norm"),
+    "torch's for activations": of_function(torch.nn.functional, "silu"),
+    "torch's for convolutions": of_function(torch.nn.functional, "conv2d"),
+    "torch's within that for norms": of_function(torch, "group_norm"),
+    "torch's within that for norms of layers": of_function(torch, "layer_norm"),
 }
 
 
 @pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
 @pytest.mark.parametrize("what", thorough_except(IN_UNETS, *IN_UNETS.keys() - SLOW))
 def test_whatever_is_swapped_in_a_model_of_core_counts_while_it_is_there(model, what, order):
-    assert_images_follow_the_code(model, PLACES["DIFFUSION_MODEL"], IN_UNETS[what](model), order, every_other)
-
-
-OF_TORCH = {
-    "for norms": (torch.nn.functional, "group_norm"),
-    "for activations": (torch.nn.functional, "silu"),
-    "for convolutions": (torch.nn.functional, "conv2d"),
-    "within that for norms": (torch, "group_norm"),
-    "within that for norms of layers": (torch, "layer_norm"),
-}
-
-
-@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated last"))
-@pytest.mark.parametrize("what", thorough_except(OF_TORCH, *OF_TORCH.keys() - {"for convolutions"}))
-def test_function_of_torch_that_is_swapped_counts_while_it_is_there(model, what, order):
-    place, swap = PLACES["DIFFUSION_MODEL"], functools.partial(scaling, *OF_TORCH[what], 0.5)
-    assert_images_follow_the_code(model, place, swap, order, every_other, OPERATORS)
+    how = OPERATORS if what.startswith("torch's") else EAGER
+    assert_images_follow_the_code(model, PLACES["DIFFUSION_MODEL"], IN_UNETS[what](model), order, every_other, how)
 
 
 # Beside other nodes of ours
@@ -714,24 +691,7 @@ def test_saved_graph_runs_only_with_the_code_that_it_was_compiled_from(begins, t
     assert run(second)
 
 
-# Any function of a model, anywhere
-
-
-@pytest.fixture(scope="module")
-def both_models(model):
-    models = [model, tiny_models.small_unet(seed=1)]
-    for one in models:
-        for how in (EAGER, OPERATORS):
-            image(fast(one, cache, how))
-    return models
-
-
-@functools.cache
-def swappable() -> list:
-    """The places of all functions that give tensors in the blocks of these models."""
-    one = tiny_models.small_unet()
-    found = [block for _, block in blocks(one.model.diffusion_model)]
-    return that_give_tensors(functions_of(found), lambda: image(one, steps=1))
+# Any function of a model
 
 
 def test_functions_of_a_model_are_found_by_its_classes():
@@ -739,59 +699,18 @@ def test_functions_of_a_model_are_found_by_its_classes():
     assert {"forward", "_forward", "optimized_attention", "group_norm", "silu", "layer_norm", "conv2d"} <= names
 
 
-_expected: dict = {}
+@functools.cache
+def swappable() -> list:
+    """The places of all functions that give tensors in the blocks of a UNet."""
+    one = tiny_models.small_unet()
+    found = [block for _, block in blocks(one.model.diffusion_model)]
+    return that_give_tensors(functions_of(found), lambda: image(one, steps=1))
 
 
-def check_runs(models, choices, runs):
-    """choices: numbers of functions. runs: (model, whether or which of them is swapped, where, when, order) of each."""
-
-    chosen = [swappable()[choice % len(swappable())] for choice in choices]
-    is_of_torch = any(isinstance(owner, types.ModuleType) and owner.__name__[:5] == "torch" for owner, _ in chosen)
-    how = OPERATORS if is_of_torch else EAGER
-
-    def swapped(at):
-        return functools.partial(scaling, *chosen[at], 1.001)
-
-    def run(number, which, place, when, order):
-        model = models[number]
-        if which is None:
-            return image(model if order is None else fast(model, cache, how))
-        return swapped_image(model, PER_STEP[place], swapped(which), when, order, cache, how)
-
-    def check(*run_as):
-        which = None if run_as[1] is None else choices[run_as[1]] % len(swappable())
-        known = (*run_as[:4], which)
-        if known not in _expected:
-            _expected[known] = run(*run_as[:4], None)
-        assert torch.equal(run(*run_as), _expected[known])
-
-    for run_as in runs:
-        check(*run_as)
-    compiled = graphs()
-    check(*runs[-1])
-    for number in range(len(models)):
-        check(number, None, None, None, "accelerated last")
-    assert graphs() == compiled
-
-
-RUN = st.tuples(
-    st.integers(0, 1),
-    st.sampled_from([0, 0, 1, None]),
-    st.sampled_from(sorted(PER_STEP)),
-    st.sampled_from(TIMES),
-    st.sampled_from(ORDERS),
-)
-
-
-@pytest.mark.thorough  # minutes: places, times and functions at random, each of which has a quick test of its own
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # an example is short, and takes seconds
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(choices=st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), runs=st.lists(RUN, min_size=2, max_size=4))
-def test_images_of_sessions_with_any_function_swapped_anywhere_are_the_plain_ones(both_models, choices, runs):
-    check_runs(both_models, choices, runs)
+@pytest.mark.thorough  # minutes: a graph for each function
+def test_image_with_any_function_of_its_model_swapped_is_the_plain_one(model):
+    for number, (owner, name) in enumerate(swappable()):
+        of_torch = isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch")
+        place, order = [*PER_STEP.values()][number % len(PER_STEP)], ORDERS[number % 2]
+        swap = functools.partial(scaling, owner, name, 1.001)
+        assert_images_follow_the_code(model, place, swap, order, always, OPERATORS if of_torch else EAGER)

@@ -269,12 +269,24 @@ LIKE_OTHERS = [
 
 
 def _cases():
-    for kind in SWAPS:
-        for swap in SWAPS[kind]:
+    """(model, swap, way, what the first accelerated image is, steps)."""
+    for kind, swaps in SWAPS.items():
+        for swap in swaps:
             for way in (*WAYS, *REST):
-                is_quick = swap is SWAPS[kind][0] or way in WAYS and swap not in LIKE_OTHERS
+                is_quick = swap is swaps[0] or way in WAYS and swap not in LIKE_OTHERS
                 name = f"{kind}-{swap.__name__}-{way.__name__}"
-                yield pytest.param(kind, swap, way, id=name, marks=() if is_quick else pytest.mark.thorough)
+                yield pytest.param(
+                    kind, swap, way, "plain", STEPS, id=name, marks=() if is_quick else pytest.mark.thorough
+                )
+    yield pytest.param("unet", method_of_feed_forward, by_hooks, "swapped", STEPS, id="unet-swapped first")
+    yield pytest.param("dit", function_of_its_module, by_hooks, "plain", 12, id="dit-in many steps")
+    for kind, swap, way in (
+        ("unet", setting_of_processors, by_a_wrapper),
+        ("dit", function_of_its_module, by_a_wrapper),
+        ("dit", method_of_layer_norm, by_hooks),
+    ):
+        yield thorough(kind, swap, way, "swapped", STEPS)
+    yield thorough("unet", method_of_feed_forward, by_hooks, "plain", 12)
 
 
 def swapped_image(pipe, way, swap, **arguments):
@@ -291,42 +303,27 @@ def hits_of_plain_image(pipe, plain, steps=STEPS, cache=shared):
     return hits
 
 
-@pytest.mark.parametrize(("kind", "swap", "way"), [*_cases()])
-def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_later(pipes, kind, swap, way):
-    pipe = pipes[kind]
-    plain, swapped = image(pipe), swapped_image(pipe, way, swap)
+@pytest.mark.parametrize(("kind", "swap", "way", "first", "steps"), [*_cases()])
+def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_later(
+    pipes, kind, swap, way, first, steps, request
+):
+    pipe, cache, settings = pipes[kind], shared, FAST
+    if first == "swapped":
+        cache = request.getfixturevalue("empty_cache")
+        settings = FAST | {"min_repetitions": 3 if kind == "dit" else 5}
+    plain, swapped = image(pipe, steps), swapped_image(pipe, way, swap, steps=steps)
     assert not torch.equal(plain, swapped)
-    with accelerated(pipe, **FAST):
-        assert torch.equal(image(pipe), plain)
-        hits = hits_of_plain_image(pipe, plain)
-        assert torch.equal(swapped_image(pipe, way, swap), swapped)
+    with accelerated(pipe, **settings):
+        if first == "swapped":
+            assert torch.equal(swapped_image(pipe, way, swap, steps=steps), swapped)
+        assert torch.equal(image(pipe, steps), plain)
+        hits = hits_of_plain_image(pipe, plain, steps, cache)
+        assert torch.equal(swapped_image(pipe, way, swap, steps=steps), swapped)
         made = graphs()
-        assert hits_of_plain_image(pipe, plain) == hits
-        assert torch.equal(swapped_image(pipe, way, swap), swapped)
+        assert hits_of_plain_image(pipe, plain, steps, cache) == hits
+        assert torch.equal(swapped_image(pipe, way, swap, steps=steps), swapped)
         assert graphs() == made
-    assert torch.equal(image(pipe), plain)
-
-
-@pytest.mark.parametrize(
-    ("kind", "swap", "way"),
-    [
-        ("unet", method_of_feed_forward, by_hooks),
-        thorough("unet", setting_of_processors, by_a_wrapper),
-        thorough("dit", function_of_its_module, by_a_wrapper),
-        thorough("dit", method_of_layer_norm, by_hooks),
-    ],
-)
-def test_first_image_under_a_swap_leaves_no_graph_for_the_plain_ones(pipes, empty_cache, kind, swap, way):
-    pipe = pipes[kind]
-    plain, swapped = image(pipe), swapped_image(pipe, way, swap)
-    with accelerated(pipe, **FAST | {"min_repetitions": 3 if kind == "dit" else 5}):
-        assert torch.equal(swapped_image(pipe, way, swap), swapped)
-        assert torch.equal(image(pipe), plain)
-        hits = hits_of_plain_image(pipe, plain, cache=empty_cache)
-        made = graphs()
-        assert torch.equal(swapped_image(pipe, way, swap), swapped)
-        assert hits_of_plain_image(pipe, plain, cache=empty_cache) == hits
-        assert graphs() == made
+    assert torch.equal(image(pipe, steps), plain)
 
 
 @pytest.mark.parametrize(("kind", "swap"), [("unet", method_of_feed_forward), ("dit", function_of_its_module)])
@@ -348,21 +345,6 @@ def test_wrapper_from_before_acceleration_swaps_in_those_calls_alone_in_which_it
             for is_swapped in (False, True, True, False):
                 assert torch.equal(made(is_swapped), (plain, swapped)[is_swapped])
             assert graphs() == before
-
-
-@pytest.mark.parametrize("kind", [thorough("unet"), "dit"])
-def test_swap_in_each_of_many_steps_counts_in_each(pipes, kind):
-    pipe = pipes[kind]
-    swap = SWAPS[kind][0]
-    plain, swapped = image(pipe, 12), swapped_image(pipe, by_hooks, swap, steps=12)
-    with accelerated(pipe, **FAST):
-        assert torch.equal(image(pipe, 12), plain)
-        hits = hits_of_plain_image(pipe, plain, 12)
-        assert torch.equal(swapped_image(pipe, by_hooks, swap, steps=12), swapped)
-        made = graphs()
-        assert torch.equal(swapped_image(pipe, by_hooks, swap, steps=12), swapped)
-        assert hits_of_plain_image(pipe, plain, 12) == hits
-        assert graphs() == made
 
 
 @pytest.mark.parametrize("kind", ["unet", thorough("dit")])
@@ -408,44 +390,30 @@ def test_swap_in_one_pipeline_does_not_reach_another_that_shares_its_kinds(pipes
 
 
 @pytest.mark.parametrize("first", [thorough("plain"), "swapped"])
-def test_model_under_a_swap_outside_of_any_loop_counts_it_in_that_call_alone(pipes, empty_cache, first):
-    """The decoder of a VAE, whose every call is a run by itself."""
-    pipe = pipes["unet"]
-    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("part", ["vae.decoder", thorough("text_encoder")])
+def test_model_under_a_swap_outside_of_any_loop_counts_it_in_that_call_alone(pipes, empty_cache, part, first):
+    """Of which every call is a run by itself."""
+    if part == "vae.decoder":
+        pipe, ignores, swap = pipes["unet"], ("unet",), method_of_group_norm
+        model, latent = pipe.vae.decoder, torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    else:
+        model = zoo.text_encoder(99)
+        pipe, ignores = zoo.pipeline("StableDiffusionPipeline", text_encoder=model), ("unet", "vae")
+        ids, swap = torch.randint(99, (1, 77), generator=torch.Generator().manual_seed(1)), method_of_layer_norm
 
-    def decoded(way=None):
-        with torch.no_grad(), nullcontext() if way is None else way(pipe.vae.decoder, method_of_group_norm):
-            return pipe.vae.decode(latent).sample
+    def call(way=None):
+        with torch.no_grad(), nullcontext() if way is None else way(model, swap):
+            return pipe.vae.decode(latent).sample if part == "vae.decoder" else model(ids)[0]
 
-    _check_calls(pipe, decoded, first, empty_cache, ignores=("unet",), min_repetitions=3)
-
-
-@pytest.mark.thorough  # as the VAE's decoder above
-@pytest.mark.parametrize("first", ["plain", "swapped"])
-def test_text_encoder_under_a_swap_counts_it_in_that_call_alone(pipes, empty_cache, first):
-    encoder = zoo.text_encoder(99)
-    pipe = zoo.pipeline("StableDiffusionPipeline", text_encoder=encoder)
-    ids = torch.randint(99, (1, 77), generator=torch.Generator().manual_seed(1))
-
-    def encoded(way=None):
-        with torch.no_grad(), nullcontext() if way is None else way(encoder, method_of_layer_norm):
-            return encoder(ids)[0]
-
-    _check_calls(pipe, encoded, first, empty_cache, ignores=("unet", "vae"))
-
-
-def _check_calls(pipe, call, first, cache, **settings):
-    """call: the output of a model; of one that is swapped in the way that it is given."""
     plain, swapped = call(), call(by_hooks)
     assert not torch.equal(plain, swapped)
-    ways = (None, by_hooks) if first == "plain" else (by_hooks, None)
-    with accelerated(pipe, backend="eager", **settings):
-        for way in ways:
+    with accelerated(pipe, backend="eager", ignores=ignores, min_repetitions=3 if part == "vae.decoder" else 1):
+        for way in (None, by_hooks) if first == "plain" else (by_hooks, None):
             assert torch.equal(call(way), plain if way is None else swapped)
         made = graphs()
         for way in (by_a_wrapper, around_the_call, by_hooks):
             assert torch.equal(call(way), swapped)
-            before = cache.statistics()["hits"]
+            before = empty_cache.statistics()["hits"]
             assert torch.equal(call(), plain)
-            assert cache.statistics()["hits"] > before
+            assert empty_cache.statistics()["hits"] > before
         assert graphs() == made
