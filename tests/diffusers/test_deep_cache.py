@@ -1,4 +1,4 @@
-"""DeepCache in diffusers' pipelines with transformers: which steps it skips, what a skipped one computes and costs."""
+"""DeepCache in diffusers' pipelines: which steps it skips, what a skipped one computes and costs."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,7 +11,9 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 import diffusers  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
+from comfy_accel.accel.step_cache.splits.unet import has_down_up_layout  # noqa: E402
 from kit import deep_transformers  # noqa: E402
+from kit import tiny_pipelines as tiny  # noqa: E402
 from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
 from kit.step_cache import every  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
@@ -174,21 +176,17 @@ def test_skipped_step_runs_no_block(kind, arguments):
     assert not torch.equal(flat(cached), flat(plain))
 
 
-def test_settings_that_skip_nothing_change_nothing():
-    pipe = pipeline("FluxPipeline")
-    plain, before = sample(pipe), state_of(pipe)
+@pytest.mark.parametrize("kind", ["dit", "unet"])
+def test_settings_that_skip_nothing_change_nothing(kind):
+    pipe, sampled = (pipeline("FluxPipeline"), sample) if kind == "dit" else (tiny.pipeline(), tiny.sample)
+    plain, before = sampled(pipe), dict(vars(pipe))
     for settings in (every(1), DeepCacheSettings(start_percent=0.5, end_percent=0.5)):
         with deep_cache(pipe, settings):
-            assert state_of(pipe) == before
-            assert torch.equal(sample(pipe), plain)
+            assert vars(pipe) == before
+            assert torch.equal(sampled(pipe), plain)
     # Every step is in full, and remembered.
-    cached, counts = sample_cached(pipe, DeepCacheSettings(300.0))
+    cached, counts = sample_cached(pipe, DeepCacheSettings(300.0), sampled)
     assert counts == [(6, 0)] and torch.equal(cached, plain)
-
-
-def state_of(pipe):
-    """What the models and the pipeline have of their own, beside parameters and submodules."""
-    return [dict(vars(part)) for part in (pipe, *pipe.transformer.modules())]
 
 
 # Which step it is
@@ -354,6 +352,51 @@ def test_controlnet_that_ends_has_no_say_in_what_follows():
     assert [len(call) for call in calls] == [9, 0, 9, 0, 0, 0]
     pipe.scheduler.set_timesteps(6)
     assert torch.equal(outs[2], ask(pipe, 2)) and not torch.equal(outs[1], ask(pipe, 1))
+
+
+# UNets
+
+
+@pytest.mark.parametrize(("layout", "height", "width"), [(tiny.SD, 72, 96), (tiny.SDXL, 104, 72)])
+def test_sizes_whose_halves_are_odd(layout, height, width):
+    pipe = tiny.pipeline(layout=layout)
+    plain = tiny.sample(pipe, height, width, steps=3)
+    cached, counts = tiny.sample_cached(pipe, 3, height=height, width=width, steps=3)
+    assert counts == [(1, 2)]
+    assert 0 < tiny.difference(cached, plain) < 0.2
+
+
+F, S = False, True
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "skipped"),
+    [
+        # From the second step on, the first call of a level ends the step before and is decided with its own.
+        ("HeunDiscreteScheduler", [F, S, S, S, S, F, F, S, S]),
+        ("KDPM2DiscreteScheduler", [F, F, S, S, S, S, F, F, S]),
+        ("PNDMScheduler", [F, S, S, S, F]),
+    ],
+)
+def test_steps_are_counted_where_schedulers_call_more_often(scheduler, skipped):
+    pipe = tiny.pipeline(scheduler)
+    ran, found = [], []
+    pipe.unet.mid_block.resnets[0].norm1.register_forward_pre_hook(lambda *_: ran.append(True))
+    pipe.unet.register_forward_hook(lambda *_: found.append(not ran) or ran.clear())
+    _, counts = tiny.sample_cached(pipe, 3, steps=5 if scheduler != "PNDMScheduler" else 4)
+    assert found == skipped
+    assert counts
+
+
+@pytest.mark.parametrize(("prefix", "is_divided"), [("", True), ("Skip", False)])
+def test_unconditional_models_are_divided_where_their_skips_are_laid_out_so(prefix, is_divided):
+    model = diffusers.UNet2DModel(
+        down_block_types=(f"{prefix}DownBlock2D", f"Attn{prefix}DownBlock2D"),
+        up_block_types=(f"Attn{prefix}UpBlock2D", f"{prefix}UpBlock2D"),
+        block_out_channels=(32, 32),
+        norm_num_groups=8,
+    )
+    assert has_down_up_layout(model) == is_divided
 
 
 # What cannot be divided
