@@ -1,10 +1,23 @@
-"""DeepCache in a real ComfyUI: every size, and streams that never mix."""
+"""DeepCache in a real ComfyUI: every size, streams that never mix, what a step costs, what breaks in mid-run."""
 
+import functools
+import gc
+import re
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import comfy.model_management
+import comfy.ops
 import pytest
 import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
+from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.features import Features
+from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit import tiny_models
 from kit.deep_cache import (
     assert_close,
@@ -13,9 +26,12 @@ from kit.deep_cache import (
     call_unet,
     counts,
     full_and_skipped,
+    full_and_skipped_flops,
     split_chunks,
     unet_run,
 )
+from kit.other_nodes import control_net, controlled
+from kit.step_cache import EveryFew
 from kit.thorough import thorough_except
 
 # Latents 16×16, 20×30 (720×960 at this scale), 30×20, 23×31, 25×33, 11×17; pixels here.
@@ -61,30 +77,6 @@ def test_one_model_takes_every_size_and_batch_in_turn(tiny_unet, sample, no_fall
     assert torch.equal(first, sample(cached(tiny_unet), *SIZES[0], steps=4))
 
 
-# Pixels and batch, at their true size.
-TRUE_SIZES = [
-    (720, 960, 1),
-    (960, 720, 1),
-    (736, 992, 1),
-    (896, 768, 1),
-    (1280, 720, 1),
-    (728, 720, 2),
-    (544, 576, 4),
-    (440, 312, 3),
-]
-
-
-def test_true_sizes_run_one_after_the_other(sample, no_fallback):
-    narrow = {"num_res_blocks": [1, 1, 1], "model_channels": 32}
-    depths = {"transformer_depth": [0, 0, 1], "transformer_depth_output": [0, 0, 0, 0, 1, 1]}
-    model = cached(tiny_models.unet(**narrow, **depths, channel_mult=[1, 2, 2]))
-    for width, height, batch in TRUE_SIZES:
-        out = sample(model, width, height, batch, steps=4)
-        assert out.shape == (batch, 4, height // 8, width // 8)
-        assert out.isfinite().all()
-        assert counts() == (2, 2)
-
-
 @pytest.mark.parametrize("settings", [{}, {"points": 2}])
 def test_hires_fix_gives_each_sampler_a_state_of_its_own(tiny_unet, sample, no_fallback, settings):
     model = cached(tiny_unet, **settings)
@@ -115,56 +107,6 @@ def test_split_and_switching_chunks_agree_with_joined_ones(tiny_unet, sample, no
         assert counts() == done
 
 
-def conds_that_change():
-    late = tiny_models.conditioning(seed=5, start_percent=0.4)
-    return tiny_models.conditioning(seed=1, end_percent=0.7) + late
-
-
-def conds_with_areas():
-    left = tiny_models.conditioning(seed=4, area=(16, 8, 0, 0), strength=1.0)
-    right = tiny_models.conditioning(seed=5, area=(16, 8, 0, 8), strength=1.0)
-    return left + right + tiny_models.conditioning(seed=1)
-
-
-def conds_with_masks():
-    left = torch.zeros(1, 16, 16)
-    left[:, :, :8] = 1.0
-    masked = tiny_models.conditioning(seed=4, mask=left, mask_strength=1.0, set_area_to_bounds=False)
-    bound = tiny_models.conditioning(seed=5, mask=1.0 - left, mask_strength=0.8, set_area_to_bounds=True)
-    return masked + bound + tiny_models.conditioning(seed=1)
-
-
-@pytest.mark.parametrize("positive", [conds_that_change, conds_with_areas, conds_with_masks])
-@pytest.mark.parametrize("settings", [{}, {"points": 2}])
-def test_streams_that_come_and_go_or_cover_areas_agree_joined_and_split(
-    tiny_unet, sample, no_fallback, positive, settings
-):
-    joined = sample(cached(tiny_unet, **settings), steps=6, positive=positive())
-    apart = sample(cached(split_chunks(tiny_unet), **settings), steps=6, positive=positive())
-    assert counts()[1] >= 1
-    assert_close(apart, joined)
-
-
-def test_context_windows_are_streams_of_their_own(tiny_unet, sample, no_fallback):
-    import comfy.context_windows as windows
-
-    def with_windows(model):
-        model.model_options["context_handler"] = windows.IndexListContextHandler(
-            context_schedule=windows.get_matching_context_schedule(windows.ContextSchedules.STATIC_STANDARD),
-            fuse_method=windows.get_matching_fuse_method(windows.ContextFuseMethods.FLAT),
-            context_length=2,
-            context_overlap=0,
-        )
-        return model
-
-    model = with_windows(cached(tiny_unet))
-    # As many noise levels as frames: core 0.3.75 compares the two element by element.
-    whole = sample(model, batch=4, steps=3)
-    assert counts() == (1, 2)
-    # Windows that don't overlap are as good as batches of their own.
-    assert_close(whole, sample(cached(tiny_unet), batch=4, steps=3))
-
-
 def test_clones_called_by_threads_of_one_run_each_have_features_of_their_own():
     """As core's MultiGPU split calls them: one thread and one clone of the model for each device."""
     models = [tiny_models.small_unet(seed=seed) for seed in (0, 1)]
@@ -190,3 +132,250 @@ def test_clones_called_by_threads_of_one_run_each_have_features_of_their_own():
     assert len({features for features in together._models.values()}) == 2
     together.close()
     assert not together._models
+
+
+# What a skipped step costs
+
+
+SD15 = {
+    "model_channels": 320,
+    "num_res_blocks": [2] * 4,
+    "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [1] * 6 + [0] * 2,
+    "transformer_depth_output": [1] * 9 + [0] * 3,
+    "num_heads": 8,
+}
+SDXL = {
+    "model_channels": 320,
+    "num_res_blocks": [2] * 3,
+    "channel_mult": [1, 2, 4],
+    "transformer_depth": [0, 0, 2, 2, 10, 10],
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+    "transformer_depth_middle": 10,
+    "num_head_channels": 64,
+    "num_heads": -1,
+    "context_dim": 2048,
+    "use_linear_in_transformer": True,
+    "adm_in_channels": 2816,
+    "num_classes": "sequential",
+}
+
+
+@pytest.mark.parametrize("layout, sizes", [(SD15, [(64, 64), (90, 120)]), (SDXL, [(64, 64)])], ids=["SD15", "SDXL"])
+def test_skipped_step_costs_next_to_nothing(layout, sizes):
+    config = tiny_models.unet_config(**layout)
+    unet = UNetModel(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
+    split = UNetSplit(unet)
+    for height, width in sizes:
+        x = torch.empty(2, 4, height, width, device="meta", dtype=torch.float16)
+        context = torch.empty(2, 77, config["context_dim"], device="meta", dtype=torch.float16)
+        y = torch.empty(2, 2816, device="meta", dtype=torch.float16) if config.get("num_classes") else None
+        call = functools.partial(unet, x, torch.ones(2, device="meta"), context, y)
+        spent = full_and_skipped_flops(split, x, call)
+        print(f"{height}x{width}: {spent[1] / spent[0]:.3f}")
+        assert spent[1] <= 0.01 * spent[0]
+
+
+# What breaks in mid-run
+
+
+class Broken(Exception):
+    pass
+
+
+def failing(model, error, when):
+    """The model with a patch that raises `error` where `when(call, h)`."""
+    calls = [0]
+
+    def patch(h, transformer_options):
+        if transformer_options["block"] == ("input", 0):
+            calls[0] += 1
+        if when(calls[0], h):
+            raise error
+        return h
+
+    model = model.clone()
+    model.set_model_input_block_patch(patch)
+    return model
+
+
+@pytest.mark.parametrize("error", [Broken(), comfy.model_management.InterruptProcessingException()])
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("settings", thorough_except([{}, {"points": 2}], {"points": 2}))
+def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, error, call, settings, caplog):
+    plain = sample(tiny_unet, steps=4)
+    # From the call on, since a failing skipped step is tried once more in full.
+    model = cached(failing(tiny_unet, error, lambda calls, h: calls >= call), **settings)
+    with pytest.raises(type(error)), caplog.at_level("INFO"):
+        sample(model, steps=4)
+    assert "skipped none" not in caplog.text
+    assert_no_trace(model)
+    assert sum(counts()) == call - 1
+    assert torch.equal(sample(tiny_unet, steps=4), plain)
+    sample(cached(tiny_unet), steps=4)
+    assert counts() == (2, 2)
+
+
+def test_patch_that_fails_on_skipped_layers_gets_the_rest_in_full(tiny_unet, sample, caplog):
+    broken = failing(tiny_unet, Broken("one channel"), lambda calls, h: h.shape[1] == 1)
+    plain = sample(broken, 160, 240, steps=6)
+    out = sample(cached(broken), 160, 240, steps=6)
+    assert torch.equal(out, plain)
+    assert counts() == (6, 0)
+    said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+    assert said == ["DeepCache: a skipped step failed (Broken: one channel); every step runs in full."]
+
+
+def test_interrupt_on_a_skipped_step_is_passed_on(tiny_unet, sample, caplog):
+    error = comfy.model_management.InterruptProcessingException()
+    model = cached(failing(tiny_unet, error, lambda calls, h: h.shape[1] == 1))
+    with pytest.raises(type(error)):
+        sample(model, steps=4)
+    assert_no_trace(model)
+    assert "DeepCache" not in caplog.text
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["full", "skipped"])
+def test_memory_that_runs_out_is_given_back_and_the_call_made_again(tiny_unet, sample, caplog, call):
+    """With the residuals of ControlNets, which the model takes off the lists that it is given."""
+    calls = []
+
+    def behind_blocks(*_):
+        calls.append(None)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("full")
+
+    given = {"steps": 4, "positive": controlled(control_net())}
+    plain = sample(tiny_unet, **given)
+    hook = tiny_unet.model.diffusion_model.out.register_forward_pre_hook(behind_blocks)
+    assert torch.equal(sample(cached(tiny_unet), **given), plain)
+    hook.remove()
+    assert counts() == (4, 0)
+    said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+    assert len(said) == 1 and re.search(r"memory ran out while it kept \d+ MB for skipped steps; every step", said[0])
+
+
+@pytest.mark.parametrize("cfg, branches", [(5.0, 2), (1.0, 1)])
+def test_core_leaves_room_for_what_is_kept(tiny_unet, sample, monkeypatch, caplog, cfg, branches):
+    asked = []
+    load = comfy.model_management.load_models_gpu
+
+    def noted(models, memory_required=0, minimum_memory_required=None, **kwargs):
+        asked.append((memory_required, minimum_memory_required))
+        return load(models, memory_required, minimum_memory_required=minimum_memory_required, **kwargs)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", noted)
+    monkeypatch.setattr(host, "_MUCH", 1)
+    size = {"width": 128, "height": 128, "steps": 4, "cfg": cfg}
+    with caplog.at_level("INFO"):
+        sample(tiny_unet, **size)
+        sample(cached(tiny_unet), **size)
+    points = records.deep_cache().kept_bytes
+    assert points == branches * 32 * 16 * 16 * 4
+    assert {after - before for before, after in zip(*asked, strict=True)} == {2 * points}
+    assert "memory_required" not in vars(tiny_unet.model)
+    assert "DeepCache: keeps about 0.0 GB of features for skipped steps." in caplog.text
+
+
+def test_lack_of_memory_with_nothing_kept_is_passed_on(tiny_unet, sample):
+    model = cached(failing(tiny_unet, torch.OutOfMemoryError("full"), lambda calls, h: True))
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(model, steps=4)
+    assert_no_trace(model)
+
+
+def test_no_tensor_of_a_run_outlives_it(tiny_unet, sample, monkeypatch):
+    kept = []
+
+    def exchange(self, keys, feature, *args, **kwargs):
+        out = own(self, keys, feature, *args, **kwargs)
+        kept.extend(weakref.ref(point[2]) for known in self._histories.values() for point in known._points)
+        return out
+
+    own = Features.exchange
+    monkeypatch.setattr(Features, "exchange", exchange)
+    sample(cached(tiny_unet, points=2), 64, 64, steps=6)
+    assert counts() == (2, 4)
+    gc.collect()
+    assert len(kept) >= 4
+    assert not any(reference() is not None for reference in kept)
+
+
+def test_guider_that_samples_in_a_way_of_its_own_gets_a_plain_run(tiny_unet, sample, caplog, monkeypatch):
+    """Core's own calls wrappers around the sampler, from which the schedule is known."""
+    plain = sample(tiny_unet, steps=4)
+    monkeypatch.setattr(host, "_begin_sampling", None)
+    model = cached(tiny_unet)
+    for owner in (model.wrappers, model.model_options.get("transformer_options", {}).get("wrappers", {})):
+        owner.get(WrappersMP.SAMPLER_SAMPLE, {}).pop(host.KEY, None)
+    assert torch.equal(sample(model, steps=4), plain)
+    assert counts() == (0, 0) and "in a way of its own; every step ran in full" in caplog.text
+
+
+def test_run_that_cannot_be_read_is_plain(tiny_unet, sample, caplog, monkeypatch):
+    monkeypatch.setattr(host, "facts_of", lambda *_: 1 / 0)
+    assert torch.equal(sample(cached(tiny_unet), steps=4), sample(tiny_unet, steps=4))
+    assert caplog.text.count("this run cannot be read (ZeroDivisionError") == 1
+
+
+# The node
+
+
+def node():
+    from comfy_accel.nodes.deep_cache import AccelDeepCache
+
+    return AccelDeepCache
+
+
+def test_wrong_settings_end_in_one_sentence(tiny_unet):
+    with pytest.raises(ValueError, match=r"start_percent \(0.8\) must not be above end_percent \(0.5\)"):
+        node().execute(tiny_unet, start_percent=0.8, end_percent=0.5)
+    assert node().validate_inputs(quality="Fast") is True
+    assert "it must be one of: Balanced, Fast" in node().validate_inputs(quality="often")
+
+
+@pytest.mark.parametrize("quality", ["off", "50 dB (same picture)", "40 dB (hard to see)", "32 dB (small changes)"])
+def test_prompt_of_an_earlier_build_still_runs(tiny_unet, quality):
+    """Core leaves out inputs that a node does not have."""
+    assert all(declared.optional for declared in node().define_schema().inputs[1:])
+    assert node().validate_inputs(quality=quality) is True
+    assert node().execute(tiny_unet, quality=quality).args[0] is not tiny_unet
+
+
+def test_node_leaves_its_input_alone(tiny_unet, sample, monkeypatch):
+    plain = sample(tiny_unet, steps=4)
+    monkeypatch.setattr(DeepCacheSettings, "plan", lambda self: EveryFew(3))
+    out = node().execute(tiny_unet).args[0]
+    assert out is not tiny_unet
+    assert torch.equal(sample(tiny_unet, steps=4), plain)
+    sample(out, steps=4)
+    assert counts() == (2, 2)
+
+
+def test_node_without_a_window_is_off(tiny_unet, sample):
+    out = node().execute(tiny_unet, start_percent=0.3, end_percent=0.3).args[0]
+    assert not out.get_wrappers(WrappersMP.OUTER_SAMPLE, host.KEY)
+    assert torch.equal(sample(out, steps=4), sample(tiny_unet, steps=4))
+
+
+def test_model_without_a_unets_layout_passes_with_one_line(tiny_unet, sample, caplog):
+    plain = sample(tiny_unet, steps=4)
+    renamed = tiny_unet.clone()
+    renamed.add_object_patch("diffusion_model", torch.nn.Linear(1, 1))
+    out = cached(renamed)
+    assert not out.get_wrappers(WrappersMP.DIFFUSION_MODEL, host.KEY)
+    lines = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+    reason = "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
+    assert lines == [f"DeepCache: Linear: {reason}; every step runs in full."]
+    assert torch.equal(sample(tiny_unet, steps=4), plain)
+
+
+def test_schema_explains_everything():
+    schema = node().define_schema()
+    assert (schema.node_id, schema.display_name, schema.category) == (
+        "AccelDeepCache",
+        "Accel: DeepCache (step cache)",
+        "accel",
+    )
+    assert schema.description
+    assert all(part.tooltip for part in [*schema.inputs, *schema.outputs])

@@ -5,7 +5,7 @@ Most of it is one table, `BESIDE`; what has an assertion of its own follows, by 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest import mock
 
 import comfy.sd
@@ -26,9 +26,7 @@ from kit.deep_cache import (
     assert_skipped_is_full,
     cached,
     counts,
-    full_and_skipped,
     reference,
-    residuals,
     said_of_fallbacks,
     split_chunks,
     still_answers,
@@ -93,75 +91,148 @@ def small_unet():
     return tiny_models.unet(**SMALL)
 
 
-def plain():
-    return tiny_models.unet(), SIZE
-
-
-def small():
-    return tiny_models.unet(**SMALL), SIZE
-
-
 @dataclass(frozen=True)
 class Beside:
     """How DeepCache is tried beside something.
 
-    make: the plain model, and what its run is given. patch: what the other node does; None where the layout is all.
-    before: done to the model first where time is stopped, so that it answers alike. slow: the reference.
+    make: the plain model, and what its run is given. patch: what the other node does to the model. before: done to the
+    model first where time is stopped, so that it answers alike. unlike: of a run, what makes it one without the other
+    node. stopped: whether a skipped step is compared with the full one, with time stopped; at another chance every
+    layer would take another course. reference: how the run is compared with the reference; None where it is not.
     """
 
     make: Callable
     patch: Callable | None = None
     before: Callable = lambda model: model
-    slow: Callable = reference
+    unlike: dict | None = None
+    stopped: bool = True
+    reference: dict | None = field(default_factory=dict)
 
 
-def attention(patch, make=plain):
-    return Beside(make, patch, before=rolled_dice)
+def full(**run):
+    return tiny_models.unet(), run
+
+
+def small(change=lambda model: model, **run):
+    return change(tiny_models.unet(**SMALL)), run
+
+
+def sd15(*controls):
+    return tiny_models.unet(**SD15), EVEN | {"positive": controlled(*controls)}
+
+
+def with_hook(keyframes=((0.0, 1.0),)):
+    model, positive = hooked(tiny_models.unet(**SMALL), keyframes)
+    return model, {"positive": positive}
+
+
+def attention(patch, make=full, **how):
+    return Beside(make, patch, before=rolled_dice, **how)
 
 
 def guidance(patch, slow=reference):
-    return Beside(small, patch, before=split_chunks, slow=slow)
+    return Beside(small, patch, before=split_chunks, reference={"slow": slow})
 
 
+def guider(make):
+    return Beside(small, stopped=False, reference={"sample": guided(make)})
+
+
+def of_nine_channels():
+    """What core's InpaintModelConditioning puts there."""
+    mask = (ramp() > 0.4).float()
+    extra = {"concat_latent_image": picture(seed=8), "concat_mask": mask}
+    prompts = {name: tiny_models.conditioning(seed=i, **extra) for i, name in ((1, "positive"), (2, "negative"))}
+    return tiny_models.unet(in_channels=9, **SMALL), {"noise_mask": mask, "latent": picture(), **prompts}
+
+
+def late_prompt():
+    """One that begins in the second of four steps, beside one for all."""
+    return tiny_models.conditioning(seed=1) + tiny_models.conditioning(seed=5, start_percent=0.15)
+
+
+WITHOUT = {"positive": None}
 BESIDE = {
+    # Attention, and other patches
     "image prompt": attention(image_prompt),
     "more context": attention(more_context),
     "every patch": attention(every_patch),
     "in place": attention(in_place),
     "FreeU": attention(free_u),
-    "HyperTile": attention(hyper_tile, lambda: (tiny_models.unet(), WIDE)),
-    "ToMe": attention(token_merging),
+    "HyperTile": attention(hyper_tile, lambda: (tiny_models.unet(), WIDE), reference=None),
+    "ToMe": attention(token_merging, reference=None),
+    "Deep Shrink": Beside(lambda: (deep_shrink(tiny_models.unet(), True, 0.6), SIZE), stopped=False),
+    "Deep Shrink before skips": Beside(lambda: (deep_shrink(tiny_models.unet(), False, 0.6), SIZE), stopped=False),
+    # Guidance
     "PAG": guidance(perturbed_attention),
     "SAG": guidance(self_attention, reference_with_held_attention),
     "PAG and SAG": guidance(both_attentions, reference_with_held_attention),
     "PerpNeg": guidance(perpendicular),
+    "two prompts": guider(lambda model: two_prompts(model, False)),
+    "two prompts, nested": guider(lambda model: two_prompts(model, True)),
+    "PerpNeg's guider": guider(perpendicular_guider),
+    # ControlNets and adapters
+    "ControlNet": Beside(lambda: full(positive=controlled(control_net())), unlike=WITHOUT),
+    "ControlNet, apart": Beside(
+        lambda: (split_chunks(tiny_models.unet()), {"positive": controlled(control_net())}), stopped=False
+    ),
+    "ControlNet of one prompt": Beside(
+        lambda: full(positive=controlled(control_net(), both=False)), stopped=False, reference={"interval": 2}
+    ),
+    "T2I adapter": Beside(lambda: sd15(adapter()), unlike=WITHOUT),
+    "T2I adapter and ControlNet": Beside(lambda: sd15(adapter(), control_net(**SD15)), stopped=False),
+    # Layouts
     "SDXL": Beside(sdxl),
     "SDXL refiner": Beside(refiner),
     "SVD": Beside(svd),
+    "SVD of one frame": Beside(lambda: (svd()[0], svd()[1] | {"batch": 1}), reference=None),
+    "inpainting model": Beside(of_nine_channels, unlike=WITHOUT, reference={"sample": masked_sample}),
+    # Areas, times and windows
+    "areas": Beside(lambda: small(positive=in_areas()), unlike=WITHOUT),
+    "masks, apart": Beside(lambda: small(split_chunks, positive=in_masks()), unlike=WITHOUT),
+    "a prompt that begins late": Beside(
+        lambda: small(positive=late_prompt()), stopped=False, reference={"slow": by_uuid_reference, "expected": (3, 1)}
+    ),
+    "a prompt that begins late, apart": Beside(
+        lambda: small(split_chunks, positive=late_prompt()),
+        stopped=False,
+        reference={"slow": by_uuid_reference, "expected": (2, 2)},
+    ),
+    # As many noise levels as frames: core 0.3.75 compares the two element by element.
+    "windows that stay": Beside(
+        lambda: small(lambda model: windowed(model, "standard_static"), batch=5),
+        stopped=False,
+        reference={"slow": by_uuid_reference},
+    ),
+    # LoRAs, hooks and injections
+    "LoRA": Beside(small, lora),
+    "hooked LoRA": Beside(with_hook, unlike=WITHOUT, reference=None),
+    # Percents of the third step of four, and of the last, which is full.
+    "LoRA of changing strength": Beside(lambda: with_hook(((0.0, 1.0), (0.5, 0.1), (0.8, 0.6))), stopped=False),
+    "injected layers": Beside(lambda: small(lambda model: injected(model, [1, 2, 3]), batch=3)),
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", [name for name, beside in BESIDE.items() if beside.stopped])
 def test_skipped_step_equals_the_full_one(name):
     beside = BESIDE[name]
     model, run = beside.make()
-    model = beside.before(model)
+    model, run = beside.before(model), (SIZE if "latent" not in run else {}) | run
     if beside.patch is None:
-        assert_skipped_is_full(model, **SIZE | run)
+        assert_skipped_is_full(model, **run, unlike=beside.unlike)
     else:
         assert_skipped_is_full(beside.patch(model), **run, unlike={"model": model})
 
 
-# Of those that play with chance, every layer would take another course than only those that run.
-@pytest.mark.parametrize("name", [name for name in BESIDE if name not in ("HyperTile", "ToMe")])
+@pytest.mark.parametrize("name", [name for name, beside in BESIDE.items() if beside.reference is not None])
 def test_run_is_as_if_every_layer_ran_in_either_order_of_the_nodes(name):
     beside = BESIDE[name]
     model, run = beside.make()
-    if beside.patch is None:
-        assert_as_reference(model, **SIZE | run)
-    else:
-        other_order = lambda: beside.patch(cached(model))  # noqa: E731
-        assert_as_reference(beside.patch(model), **run, slow=beside.slow, other_order=other_order)
+    run, other_order = (SIZE if "latent" not in run else {}) | run, None
+    if beside.patch is not None:
+        model, plain = beside.patch(model), model
+        other_order = lambda: beside.patch(cached(plain))  # noqa: E731
+    assert_as_reference(model, **run, **beside.reference, other_order=other_order)
 
 
 # Attention
@@ -171,11 +242,6 @@ def test_attention_patch_is_asked_in_full_steps_alone(tiny_unet):
     seen = []
     tiny_models.sample(cached(image_prompt(tiny_unet, seen=seen)), **SIZE, steps=2)
     assert seen == [(block, index) for index, block in enumerate(BLOCKS)] and counts() == (1, 1)
-
-
-@pytest.mark.parametrize("after_skip", [True, False])
-def test_deep_shrink_acts_as_if_every_layer_ran(tiny_unet, after_skip):
-    assert_as_reference(deep_shrink(tiny_unet, after_skip, 0.6), **SIZE)
 
 
 @pytest.mark.parametrize("interval", [2, 3, 5])
@@ -199,13 +265,6 @@ def test_deep_shrink_may_end_where_a_second_prompt_begins(tiny_unet, caplog, end
 # Guidance
 
 
-GUIDERS = {
-    "two prompts": lambda model: two_prompts(model, False),
-    "two prompts, nested": lambda model: two_prompts(model, True),
-    "PerpNeg": perpendicular_guider,
-}
-
-
 def test_forecasts_keep_the_answers_apart_too(small_unet):
     model = both_attentions(split_chunks(small_unet))
     (plain,) = still_answers(model, steps=1, **SIZE)
@@ -226,27 +285,7 @@ def test_guidance_of_two_ranges_never_gets_the_others_feature(small_unet):
     assert [torch.equal(one, other) for one, other in zip(answers, plain, strict=True)] == [True] * 8
 
 
-@pytest.mark.parametrize("make", GUIDERS.values(), ids=GUIDERS)
-def test_guiders_of_three_prompts_are_as_if_every_layer_ran(small_unet, make):
-    assert_as_reference(small_unet, **SIZE, sample=guided(make))
-
-
 # ControlNets and T2I-Adapters
-
-
-def test_skipped_step_with_a_control_net_equals_the_full_one(tiny_unet):
-    positive = with_control(tiny_models.conditioning(), control_net())
-    assert_skipped_is_full(tiny_unet, **SIZE, positive=positive, unlike={"positive": None})
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_control_net_acts_as_if_every_layer_ran(tiny_unet, split):
-    model = split_chunks(tiny_unet) if split else tiny_unet
-    assert_as_reference(model, **SIZE, positive=controlled(control_net()))
-
-
-def test_control_net_for_the_positive_prompt_alone_leaves_the_other_stream_alone(tiny_unet):
-    assert_as_reference(tiny_unet, interval=2, **SIZE, positive=controlled(control_net(), both=False))
 
 
 def test_chained_control_nets_of_which_one_ends_halfway(tiny_unet):
@@ -256,28 +295,6 @@ def test_chained_control_nets_of_which_one_ends_halfway(tiny_unet):
     assert_as_reference(tiny_unet, **SIZE, positive=positive)
     # Three runs of four steps and one of two; the second acts on the first two, the latter of which is skipped there.
     assert (len(first.calls), len(second.calls)) == (3 * 4 + 2, 3 * 2 + 1)
-
-
-def test_skipped_step_with_a_t2i_adapter_equals_the_full_one():
-    positive = controlled(adapter())
-    assert_skipped_is_full(tiny_models.unet(**SD15), **EVEN, positive=positive, unlike={"positive": None})
-
-
-def test_t2i_adapter_acts_as_if_every_layer_ran():
-    assert_as_reference(tiny_models.unet(**SD15), **EVEN, positive=controlled(adapter()))
-
-
-def test_t2i_adapter_chained_to_a_control_net():
-    positive = controlled(adapter(), control_net(**SD15))
-    assert_as_reference(tiny_models.unet(**SD15), **EVEN, positive=positive)
-
-
-# Layouts
-
-
-def test_video_of_one_frame():
-    model, run = svd()
-    assert_skipped_is_full(model, 72, 88, **run | {"batch": 1})
 
 
 # Masks, areas, times and windows
@@ -302,40 +319,6 @@ def test_differential_diffusion_moves_its_mask_on_skipped_steps_too(small_unet):
     assert not torch.equal(out, masked_sample(cached(small_unet), 4, **run))
 
 
-def test_inpainting_model_of_nine_channels_gets_mask_and_picture_on_skipped_steps_too():
-    model = tiny_models.unet(in_channels=9, **SMALL)
-    mask = (ramp() > 0.4).float()
-    # What core's InpaintModelConditioning puts there.
-    extra = {"concat_latent_image": picture(seed=8), "concat_mask": mask}
-    prompts = {name: tiny_models.conditioning(seed=i, **extra) for i, name in ((1, "positive"), (2, "negative"))}
-    run = {"noise_mask": mask, "latent": picture(), **prompts}
-    assert_as_reference(model, sample=masked_sample, **run)
-    assert_skipped_is_full(model, **run, unlike={"positive": None})
-
-
-@pytest.mark.parametrize("prompts, split", [(in_areas, False), (in_masks, True)])
-def test_prompts_for_parts_of_the_image_are_streams_of_their_own(small_unet, prompts, split):
-    model = split_chunks(small_unet) if split else small_unet
-    assert_skipped_is_full(model, **SIZE, positive=prompts(), unlike={"positive": None})
-    assert_as_reference(model, **SIZE, positive=prompts())
-
-
-@pytest.mark.parametrize("split, expected", [(False, (3, 1)), (True, (2, 2))], ids=["joined", "split"])
-def test_prompt_that_begins_on_a_skipped_step_is_computed_and_the_others_are_not(small_unet, split, expected):
-    model = split_chunks(small_unet) if split else small_unet
-    # The second of four steps.
-    late = tiny_models.conditioning(seed=5, start_percent=0.15)
-    early = tiny_models.conditioning(seed=1)
-    run = {"positive": early + late, "slow": by_uuid_reference, "expected": expected}
-    assert_as_reference(model, **SIZE, **run)
-
-
-def test_windows_that_stay_are_as_if_every_layer_ran(small_unet):
-    # As many noise levels as frames: core 0.3.75 compares the two element by element.
-    run = {"batch": 5, "steps": 4, "slow": by_uuid_reference}
-    assert_as_reference(windowed(small_unet, "standard_static"), **SIZE, **run)
-
-
 @pytest.mark.parametrize("schedule", ["standard_uniform", "looped_uniform"])
 def test_windows_that_move_are_computed_where_they_are_new(small_unet, schedule):
     seen = []
@@ -357,10 +340,6 @@ def test_windows_that_move_are_computed_where_they_are_new(small_unet, schedule)
 # LoRAs, hooks and injections
 
 
-def test_lora_is_as_if_every_layer_ran_in_either_order_of_the_nodes(small_unet):
-    assert_as_reference(lora(small_unet), **SIZE, other_order=lambda: lora(cached(small_unet)))
-
-
 def test_lora_that_comes_changes_and_goes_leaves_no_feature_of_its_own(small_unet, sample):
     def image(model):
         return sample(cached(model), **SIZE, steps=4)
@@ -370,17 +349,6 @@ def test_lora_that_comes_changes_and_goes_leaves_no_feature_of_its_own(small_une
     assert torch.equal(image(small_unet), without) and not torch.equal(first, without)
 
 
-def test_skipped_step_with_a_hooked_lora_equals_the_full_one(small_unet):
-    model, positive = hooked(small_unet)
-    assert_skipped_is_full(model, **SIZE, positive=positive, unlike={"positive": None})
-
-
-def test_lora_whose_strength_changes_acts_on_full_steps(small_unet):
-    # Percents of the third step of four, and of the last, which is full.
-    model, positive = hooked(small_unet, keyframes=((0.0, 1.0), (0.5, 0.1), (0.8, 0.6)))
-    assert_as_reference(model, **SIZE, positive=positive)
-
-
 def test_loras_of_two_masked_prompts_keep_their_features_apart(small_unet):
     left, right = torch.zeros(2, 1, 11, 9)
     left[..., :5], right[..., 4:] = 1, 1
@@ -388,12 +356,6 @@ def test_loras_of_two_masked_prompts_keep_their_features_apart(small_unet):
     model, second = hooked(model, ((0.0, 0.2), (0.3, 1.0)), seed=2, mask=right)
     assert_as_reference(model, **SIZE, positive=first + second)
     assert_skipped_is_full(model, **SIZE, positive=first, negative=hooked(small_unet, seed=2)[1])
-
-
-def test_layer_injected_for_the_run_is_the_last_where_it_ends_the_model(small_unet):
-    model = injected(small_unet, [1, 2, 3])
-    assert_skipped_is_full(model, **SIZE, batch=3, unlike={"model": small_unet})
-    assert_as_reference(model, **SIZE, batch=3)
 
 
 def test_injected_layers_come_and_go_between_runs_of_one_model(small_unet, sample):
@@ -578,12 +540,3 @@ def test_accelerated_blocks_with_everything_around_compile_nothing_more_in_eithe
 
 
 # Residuals for every layer, and guidance that asks twice
-
-
-@pytest.mark.parametrize("names", [("input",), ("middle", "output"), ("input", "middle", "output")])
-def test_residuals_are_in_what_skipped_steps_reuse(tiny_unet, no_fallback, names):
-    x = torch.zeros(2, 4, 23, 31)
-    full, skipped = full_and_skipped(tiny_unet, 23, 31, control=lambda: residuals(x, names))
-    assert torch.equal(full, skipped)
-    without, _ = full_and_skipped(tiny_unet, 23, 31)
-    assert not torch.equal(full, without)

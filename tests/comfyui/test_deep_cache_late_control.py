@@ -28,6 +28,7 @@ from kit.other_nodes import (
     both_attentions,
     control_net,
     controlled,
+    guided,
     perpendicular,
     watched,
     windowed,
@@ -144,46 +145,45 @@ def test_other_control_objects_of_core_wait_too(layout, make, as_core_does, monk
 
 # What asks more than once, or by ways of its own
 
+
+def dual_guider(control):
+    """Of three prompts."""
+    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
+
+    def make(model):
+        guider = Guider_DualCFG(model)
+        guider.set_conds(*(controlled(control, seed=seed) for seed in (1, 5, 2)))
+        guider.set_cfg(4.0, 2.0)
+        return guider
+
+    return guided(make)
+
+
 BESIDE = {
     "guidance that asks three times": (both_attentions, {}, 3 * 2),
     "guidance with an empty prompt": (perpendicular, {}, 2),
     "two evaluations a step": (lambda model: model, {"sampler": "heun"}, None),
     # As many noise levels as frames: core 0.3.75 compares the two element by element.
     "context windows": (lambda model: windowed(model, "standard_static"), {"batch": 5, "steps": 4}, None),
+    "a guider": (lambda model: model, {}, 2),
 }
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_beside_other_nodes_the_image_is_the_same(model, control, as_core_does, name):
     patch, changes, calls = BESIDE[name]
-    run = {**RUN, **changes, "positive": controlled(control)}
+    run = {**RUN, **changes}
+    sample = dual_guider(control)
+    if name != "a guider":
+        sample, run = tiny_models.sample, {**run, "positive": controlled(control)}
     for skipping in (patch(cached(model)), cached(patch(model))):
         control.calls.clear()
-        expected, steps = as_core_does(lambda skipping=skipping: tiny_models.sample(skipping, **run))
+        expected, steps = as_core_does(lambda skipping=skipping: sample(skipping, **run))
         before = len(control.calls)
-        assert torch.equal(tiny_models.sample(skipping, **run), expected)
+        assert torch.equal(sample(skipping, **run), expected)
         assert counts() == steps and steps[1] >= 2
         assert len(control.calls) - before < before
         assert calls is None or len(control.calls) - before == calls
-
-
-def test_guider_of_three_prompts(model, control, as_core_does):
-    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
-
-    def image():
-        guider = Guider_DualCFG(skipping)
-        guider.set_conds(*(controlled(control, seed=seed) for seed in (1, 5, 2)))
-        guider.set_cfg(4.0, 2.0)
-        latent, noise = torch.zeros(1, 4, 11, 9), torch.randn(1, 4, 11, 9, generator=torch.Generator().manual_seed(0))
-        sigmas = comfy.samplers.calculate_sigmas(skipping.get_model_object("model_sampling"), "normal", 6)
-        sampler = comfy.samplers.sampler_object("euler")
-        return guider.sample(noise, latent, sampler, sigmas, disable_pbar=True, seed=0)
-
-    skipping = cached(model)
-    expected, steps = as_core_does(image)
-    before = len(control.calls)
-    assert torch.equal(image(), expected)
-    assert counts() == steps == (2, 4) and 3 * (len(control.calls) - before) == before
 
 
 # Steps that turn out not to be skippable
@@ -264,39 +264,39 @@ def changed_control(executor, model, conds, x, timestep, model_options):
     return executor(model, conds, x, timestep, model_options)
 
 
+def by_a_node(model, run, kind, wrapper):
+    model = model.clone()
+    model.add_wrapper_with_key(kind, "another", wrapper)
+    return model, run
+
+
+def by_a_hook(model, run, kind, wrapper):
+    """A hook of the prompt adds it."""
+    hooks = comfy.hooks.HookGroup()
+    options = {"wrappers": {kind: {"another": [wrapper]}}}
+    hooks.add(comfy.hooks.TransformerOptionsHook(options, hook_scope=comfy.hooks.EnumHookScope.HookedOnly))
+    return model, {**run, "positive": comfy.hooks.set_hooks_for_conditioning(run["positive"], hooks)}
+
+
 @pytest.mark.parametrize("cached_first", thorough_except([True, False], True))
 @pytest.mark.parametrize(
-    "kind, wrapper",
-    [("apply_model", changed_residuals), ("diffusion_model", changed_residuals), ("calc_cond_batch", changed_control)],
+    "kind, wrapper, by",
+    [
+        *(("apply_model", changed_residuals, by) for by in (by_a_node, by_a_hook)),
+        *(("diffusion_model", changed_residuals, by) for by in (by_a_node, by_a_hook)),
+        ("calc_cond_batch", changed_control, by_a_node),
+    ],
 )
-def test_wrapper_of_another_node_gets_what_it_always_got(model, control, as_core_does, kind, wrapper, cached_first):
-    def wrapped(model):
-        model = model.clone()
-        model.add_wrapper_with_key(kind, "another", wrapper)
-        return model
-
-    skipping = wrapped(cached(model)) if cached_first else cached(wrapped(model))
-    run = {**RUN, "positive": PROMPTS["a prompt that begins on a skipped step"](control)}
+def test_wrapper_of_another_node_gets_what_it_always_got(model, control, as_core_does, kind, wrapper, by, cached_first):
+    plain = {**RUN, "positive": PROMPTS["a prompt that begins on a skipped step"](control)}
+    skipping, run = by(cached(model) if cached_first else model, plain, kind, wrapper)
+    skipping = skipping if cached_first else cached(skipping)
     expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
     before = len(control.calls)
     assert torch.equal(tiny_models.sample(skipping, **run), expected)
     assert counts() == steps and steps[1] >= 2
     assert len(control.calls) == 2 * before
-
-
-@pytest.mark.parametrize("kind", ["apply_model", "diffusion_model"])
-def test_wrapper_that_a_hook_of_the_prompt_adds_gets_what_it_always_got(model, control, as_core_does, kind):
-    only = comfy.hooks.EnumHookScope.HookedOnly
-    hooks = comfy.hooks.HookGroup()
-    options = {"wrappers": {kind: {"another": [changed_residuals]}}}
-    hooks.add(comfy.hooks.TransformerOptionsHook(options, hook_scope=only))
-    skipping = cached(model)
-    run = {**RUN, "positive": PROMPTS["a prompt that begins on a skipped step"](control)}
-    hooked = {**run, "positive": comfy.hooks.set_hooks_for_conditioning(run["positive"], hooks)}
-    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **hooked))
-    assert torch.equal(tiny_models.sample(skipping, **hooked), expected)
-    assert counts() == steps and steps[1] >= 2
-    assert not torch.equal(expected, tiny_models.sample(skipping, **run))
+    assert not torch.equal(expected, tiny_models.sample(cached(model), **plain))
 
 
 # Control objects that are left alone

@@ -61,7 +61,7 @@ def test_no_size_or_batch_compiles_after_one_image(make, ignores):
     accelerate_pipeline(pipe, ignores=ignores, backend="eager", stop_on_trouble=True)
     before = graphs()
     warmed = warm_up(pipe, **inputs(pipe, (64, 64)))
-    assert len(warmed.compiled) == graphs() - before
+    assert warmed.compiled == graphs() - before
     before = graphs()
     for actual, expected in zip(images(), plain, strict=True):
         assert difference(actual, expected) < TOLERANCE
@@ -87,7 +87,6 @@ def test_warm_up_is_one_step_and_changes_no_later_image(kind, given, steps):
     warmed = warm_up(pipe, **{name: value for name, value in arguments.items() if name not in left_out}, **given)
     assert seen == [(2, 4, 8, 16)] * steps  # guided: each image twice
     assert torch.equal(torch.get_rng_state(), before)
-    assert warmed.failed == [] and warmed.seconds > 0
-    assert str(warmed).startswith(f"Warm-up: {len(warmed.compiled)} graph") and " loaded, in " in str(warmed)
+    assert str(warmed).startswith(f"Warm-up: {warmed.compiled} graph") and warmed.seconds > 0
     again = warm_up(pipe, **arguments)
-    assert again.compiled == again.loaded == []
+    assert again.compiled == again.loaded == 0

@@ -122,30 +122,6 @@ def full_and_skipped_flops(split, x, call):
     return spent
 
 
-def residuals(x, names=("input", "middle", "output")):
-    batch, _, height, width = x.shape
-    shapes = []
-    for channels in ((32, 32, 32), (64, 64), (128,)):
-        shapes += [(batch, count, height, width) for count in channels]
-        height, width = (height + 1) // 2, (width + 1) // 2
-    # Input blocks 2 and 4 are the downsamplings: their output has the next level's size.
-    shapes = [
-        shapes[0],
-        shapes[1],
-        (*shapes[2][:2], *shapes[3][2:]),
-        shapes[3],
-        (*shapes[4][:2], *shapes[5][2:]),
-        shapes[5],
-    ]
-    fill = lambda i, shape: torch.full(shape, 0.1 * (i + 1))  # noqa: E731
-    every = {
-        "input": [fill(i, shape) for i, shape in reversed(list(enumerate(shapes)))],
-        "middle": [fill(9, shapes[-1])],
-        "output": [fill(i, shape) for i, shape in enumerate(shapes)],
-    }
-    return {name: every[name] for name in names}
-
-
 SMALL = {
     "num_res_blocks": [1, 1],
     "channel_mult": [1, 2],

@@ -88,11 +88,9 @@ class _Reader:
         if wrapper._modules[_BASE] is not self._base or _is_hooked(wrapper):
             raise RunEagerly(Reason("lora_changed"))
         merged = wrapper.merged_adapters
-        if wrapper._disable_adapters:
-            if merged:
-                raise RunEagerly(Reason("lora_unmerging"))
-            return ()
-        if merged:
+        if wrapper._disable_adapters and merged:
+            raise RunEagerly(Reason("lora_changed"))  # PEFT takes it out of the weights in this call
+        if wrapper._disable_adapters or merged:
             return ()
         active = wrapper._active_adapter
         added = []
@@ -127,12 +125,10 @@ def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
     plain = _LAYERS.get(cls.__name__)
     if plain is None or cls is not getattr(lora, cls.__name__, None):
         return Reason("adapter_unknown", adapter=f"{cls.__module__}.{cls.__qualname__}")
-    if not _computes_as(base, plain) or getattr(wrapper, "fan_in_fan_out", False):
-        return Reason("lora_layer_odd", layer=type(base).__name__, plain=plain.__name__)
-    if getattr(base, "groups", 1) != 1:
-        return Reason("lora_layer_grouped")
-    if type(base.weight) is not torch.nn.Parameter or base.weight.dtype not in _FLOATS:
-        return Reason("lora_layer_type", type=type(base.weight).__name__, dtype=str(base.weight.dtype))
+    is_plain = _computes_as(base, plain) and not getattr(wrapper, "fan_in_fan_out", False)
+    is_plain = is_plain and getattr(base, "groups", 1) == 1
+    if not is_plain or type(base.weight) is not torch.nn.Parameter or base.weight.dtype not in _FLOATS:
+        return Reason("lora_layer_odd", layer=type(base).__name__)
     return None
 
 
@@ -144,17 +140,13 @@ def _not_plain(
     if variant is not None or getattr(wrapper, "use_dora", {}).get(name):
         return Reason("lora_variant", lora=name, variant="DoRA" if variant is None else type(variant).__name__)
     plain = _LAYERS[type(wrapper).__name__]
-    if not (_computes_as(down, plain) and _computes_as(up, plain)) or down.bias is not None:
-        return Reason("lora_not_plain", lora=name)
-    if down.weight.dtype is not up.weight.dtype or down.weight.dtype not in _FLOATS:
-        return Reason("lora_types", lora=name, down=str(down.weight.dtype), up=str(up.weight.dtype))
-    if up.bias is not None and base.bias is None:
-        return Reason("lora_bias", lora=name)
-    if plain is not torch.nn.Linear:
+    is_product = _computes_as(down, plain) and _computes_as(up, plain) and down.bias is None
+    is_product = is_product and down.weight.dtype is up.weight.dtype and down.weight.dtype in _FLOATS
+    is_product = is_product and (up.bias is None or base.bias is not None)
+    if is_product and plain is not torch.nn.Linear:
         same = all(getattr(down, part) == getattr(base, part) for part in _GEOMETRY)
-        if not same or not set(up.kernel_size) == set(up.stride) == {1} or set(up.padding) != {0} or up.groups != 1:
-            return Reason("lora_geometry", lora=name)
-    return None
+        is_product = same and set(up.kernel_size) == set(up.stride) == {1} and set(up.padding) == {0} and up.groups == 1
+    return None if is_product else Reason("lora_not_plain", lora=name)
 
 
 def _computes_as(layer: torch.nn.Module, plain: type[torch.nn.Module]) -> bool:

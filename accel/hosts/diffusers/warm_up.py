@@ -5,33 +5,27 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from dataclasses import dataclass, field
-from threading import get_ident
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...core.events import log, subscribe
+from ...cache.graph_cache import shared
+from ...core.events import log
 from ...core.sentences import counted
 
 
-@dataclass
+@dataclass(frozen=True)
 class WarmUp:
-    """What a warm-up did; `str` gives a one-line summary.
+    """What a warm-up did, in seconds, and graphs compiled or read from the store; `str` gives a one-line summary."""
 
-    seconds: of the call. compiled, loaded: names of kinds of blocks whose graph was compiled, or read from the graph
-    store. failed: of those that run eagerly.
-    """
-
-    seconds: float = 0.0
-    compiled: list[str] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    seconds: float
+    compiled: int
+    loaded: int
 
     def __str__(self) -> str:
-        uncompiled = f", {len(self.failed)} not possible" if self.failed else ""
-        graphs = counted(len(self.compiled), "graph")
-        return f"Warm-up: {graphs} compiled, {len(self.loaded)} loaded{uncompiled}, in {self.seconds:.1f} s."
+        graphs = counted(self.compiled, "graph")
+        return f"Warm-up: {graphs} compiled, {self.loaded} loaded, in {self.seconds:.1f} s."
 
 
 def warm_up(pipe: Any, **call_arguments: Any) -> WarmUp:
@@ -40,20 +34,13 @@ def warm_up(pipe: Any, **call_arguments: Any) -> WarmUp:
     call_arguments: as for the pipeline itself, at any size. `num_inference_steps` is the fewest by default; pass 2 for
         pipelines with two transformers. torch's random state is left as it was; a `generator` passed here is used.
     """
-    done, thread = WarmUp(), get_ident()
-    lists = {"compile_end": done.compiled, "graph_loaded": done.loaded, "compile_failed": done.failed}
-
-    def note(event: str, data: dict[str, Any]) -> None:
-        if event in lists and get_ident() == thread:
-            lists[event].append(data["name"])
-
-    unsubscribe, started = subscribe(note), time.perf_counter()
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            pipe(**{"num_inference_steps": _fewest_steps(pipe, call_arguments), **call_arguments})
-    finally:
-        unsubscribe()
-    done.seconds = time.perf_counter() - started
+    steps = _fewest_steps(pipe, call_arguments)
+    before, started = shared.statistics(), time.perf_counter()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        pipe(**{"num_inference_steps": steps, **call_arguments})
+    now = shared.statistics()
+    compiled, loaded = (now[name] - before[name] for name in ("compilations", "loaded"))
+    done = WarmUp(time.perf_counter() - started, compiled, loaded)
     log.info("%s", done)
     return done
 
