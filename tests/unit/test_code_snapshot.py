@@ -1,6 +1,5 @@
 """Code that was read is compared with what stands: a change of any sort is noticed, and nothing else is."""
 
-import copy
 import dataclasses
 import functools
 import types
@@ -89,13 +88,6 @@ CHANGES = {
     "an item of a table": lambda patch, model: patch.setitem(OFFSETS, "a", 2.0),
     "a function in a table": lambda patch, model: patch.setitem(Choice.functions, "one", triple),
     "a setting of a class": lambda patch, model: patch.setattr(Choice, "chosen", "two"),
-    "a setting of a part": lambda patch, model: patch.setattr(model.blocks[1].norm, "eps", 1.0),
-    "a part": lambda patch, model: patch.setitem(model.blocks[1]._modules, "norm", nn.Identity()),
-    "a forward of a part": lambda patch, model: patch.setattr(model.blocks[1].norm, "forward", torch.relu),
-    "a hook": lambda patch, model: patch.setitem(model.blocks[1].norm._forward_hooks, 1, other),
-    "a hook on all modules": lambda patch, model: patch.setitem(
-        torch.nn.modules.module._global_forward_hooks, 1, lambda *_: None
-    ),
 }
 
 
@@ -119,15 +111,6 @@ def test_change_of_any_sort_is_noticed_and_so_is_its_end(what, monkeypatch):
         assert kinds_by_path(changed) != kinds_by_path(found)
     assert holds(found)
     assert survey(model).kinds == found.kinds
-
-
-def test_copies_stand_ins_and_new_weights_are_no_change():
-    model = Model()
-    found = survey(model)
-    copy.deepcopy(model)
-    model.blocks[0].mix.weight = nn.Parameter(torch.ones(4, 4, 1), requires_grad=False)
-    with substituted({block: lambda inner, x: inner(x) for block in model.blocks}, Order.CACHED):
-        assert holds(found)
 
 
 def test_function_of_the_same_code_around_the_same_values_is_no_change(monkeypatch):

@@ -138,8 +138,10 @@ def test_gradients_wanted_from_one_call_to_the_next_are_the_blocks_own(wanted):
     else:
         stand_in = warmed_up(block, x)
         x.requires_grad_()
+    stand_in._settings = CompileSettings(backend="eager", stop_on_trouble=True)  # which this is not
     stand_in(block.forward, x).sum().backward()
     assert (x if wanted == "input" else block.first.weight).grad.abs().max() > 0
+    assert reasons() == ["gradients are requested, and compiled graphs give none"]
     with torch.no_grad():
         before = fallbacks.counts()
         stand_in(block.forward, x)
@@ -151,6 +153,7 @@ def test_autocast_from_one_call_to_the_next_is_seen():
     stand_in = warmed_up(block, x)
     with torch.autocast("cpu", torch.bfloat16):
         check(stand_in, block, x)
+    assert len(reasons()) == 1 and "autocast" in reasons()[0]
     check(stand_in, block, x, is_matched=True)
 
 

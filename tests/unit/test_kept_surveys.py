@@ -181,6 +181,7 @@ KEEPS = {
     "a weight beside the blocks": lambda model: set_weight(model.stem, "weight", torch.zeros(9, 4)),
     "a list like the one before": lambda model: setattr(block(model), "shifts", []),
     "a hook of a block": lambda model: block(model).register_forward_hook(lambda *_: None),
+    "a copy of the model": copy.deepcopy,
     "a forward that was put back": lambda model: setattr(block(model), "forward", block(model).forward),
 }
 

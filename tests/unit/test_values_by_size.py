@@ -71,23 +71,6 @@ def test_graph_that_is_wrong_at_another_size_is_not_used_there(cls, measured, si
     assert cache.statistics()["loaded"] == 1
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_block_that_draws_random_numbers_draws_those_that_it_would_alone(measured):
-    class Noisy(Block):
-        def forward(self, x):
-            return super().forward(x) + torch.randn_like(x)
-
-    block, sizes = Noisy(), [2] * 4 + [3] * 2
-    stand_in = runner(block, measured=measured)
-    drawn = []
-    with torch.no_grad():
-        for call in (block, lambda x: stand_in(block.forward, x)):
-            torch.manual_seed(0)
-            drawn.append([*(call(torch.ones(rows, 4)) for rows in sizes), torch.randn(1)])
-    torch.testing.assert_close(*drawn)
-    assert stand_in.eager_calls == 0 and reasons() == []
-
-
 def test_blocks_of_a_kind_share_one_comparison_for_each_pattern_of_sizes():
     ran, cache = [], GraphCache()
     regions = survey(model_of(*(Block() for _ in range(3)))).regions
