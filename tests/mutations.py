@@ -108,9 +108,9 @@ MUTATIONS = [
     ),
     Mutation(
         "VAE compiled though its node says skip",
-        "            return _nothing_compiled() if self._policy.compiled in (SKIP, AUTO) else nullcontext()\n",
-        "            return nullcontext()\n",
-        "comfyui/test_vae.py::test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it",
+        '        return nullcontext() if set_stance is None else set_stance("force_eager")\n',
+        "        return nullcontext()\n",
+        "comfyui/test_vae.py::test_a_skipped_vae_is_compiled_in_no_call_even_if_somebody_asked_for_it",
     ),
     Mutation(
         "graph used on another device",

@@ -20,7 +20,7 @@ CACHE = {
     **{"bytes": 7 << 20, "max_bytes": 2 << 30},
 }
 COMPILING, CACHING = {"node": "3"}, {"node": "4"}
-NOT_CAPTURED = Reason("not_captured", why=Reason("amd"))
+NOT_CAPTURED = Reason("not_captured", why=Reason("training"))
 
 
 def saved(seconds):

@@ -109,7 +109,6 @@ def eager_raises(run, graph, patch):
 
 def weights_raise(run, graph, patch):
     own, fail = run.runner._weights.take, raising(None, ValueError("a layer of an extension"))
-    patch.setattr(run.runner, "_is_streamed", True)
     patch.setattr(run.runner, "_weights", types.SimpleNamespace(take=lambda x: fail() or own(x), release=lambda: None))
 
 
