@@ -361,13 +361,20 @@ class _TablesAsNumbers(TorchFunctionMode):
 
 
 def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
-    """The weights, with an unfilled and marked stand-in for each whose sizes vary within the kind."""
-    examples = list(weights)
-    for index, dimension in kind.varying:
-        weight = weights[index]
-        if examples[index] is weight:
+    """The weights, with an unfilled stand-in for each that shares memory with one before it, and for each whose sizes
+    vary within the kind, which is marked there.
+
+    A streamed layer's weight and bias are in one place, and torch counts a second view of it as one that was changed.
+    """
+    examples, seen = list(weights), set()
+    varying = {index for index, _ in kind.varying}
+    for index, weight in enumerate(weights):
+        storage = weight.untyped_storage()._cdata
+        if storage in seen or index in varying:
             made = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
             examples[index] = made
+        seen.add(storage)
+    for index, dimension in kind.varying:
         torch_internals.MARK_DYNAMIC.get()(examples[index], dimension)
     return examples
 

@@ -24,6 +24,9 @@ _WEIGHTS = ("._parameters", "._buffers")
 """Dicts of modules in which `functional_call` puts a call's weights, and takes them out again."""
 
 
+_OF_DATACLASSES = frozenset("__init__ __eq__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__ __hash__".split())
+
+
 class KeepsState(Exception):
     """Code keeps something from one call to the next, or may do so. The text says where."""
 
@@ -72,7 +75,11 @@ def code_of_others(codes: Iterable[types.CodeType], model: torch.nn.Module) -> I
     """Those of the codes that are of neither the model's packages nor an installed one."""
     own = packages_of(model)
     files = {getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if package_of(name) in own}
-    return (code for code in codes if code.co_filename not in files and _is_others(code.co_filename))
+    return (
+        code
+        for code in codes
+        if code.co_filename not in files and _is_others(code.co_filename) and not _is_of_a_dataclass(code)
+    )
 
 
 def packages_of(model: torch.nn.Module) -> set[str]:
@@ -80,6 +87,11 @@ def packages_of(model: torch.nn.Module) -> set[str]:
     held = (value for part in model.modules() for value in (part, *part._parameters.values()))
     packages = {package_of(base.__module__) for cls in set(map(type, held)) for base in cls.__mro__}
     return packages - {"torch", "builtins"}
+
+
+def _is_of_a_dataclass(code: types.CodeType) -> bool:
+    """Whether Python has made the code for a dataclass: it sets the fields of one object, and names no file."""
+    return code.co_filename == "<string>" and code.co_name in _OF_DATACLASSES
 
 
 @functools.lru_cache(maxsize=4096)
