@@ -6,8 +6,6 @@ _A_CALL = {
     "transformed": "torch.func takes its derivative or batches it, and compiled graphs can do neither",
     "weights_elsewhere": "its weights are partly on {device}, its inputs are not",
     "weights_not_taken": "its streamed weights could not be loaded for this call: {error}",
-    "lora_waiting": "the model is loaded in part, and a LoRA is added to its {stored} weights in another type; "
-    "with more free VRAM, or without the LoRA, it is compiled",
     "weights_too_large": "it needs {megabytes} MB of streamed weights at once, too much for the device",
     "unsupported_argument": "it is called with {what}",
     "stored_otherwise": "how a weight is stored ({type}) changed during the run",

@@ -216,13 +216,6 @@ def _data(weight: torch.Tensor) -> torch.Tensor:
         return weight.data
 
 
-def moved(weight: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
-    """A weight that is plain data with attributes, on the device with the same attributes."""
-    made = _data(weight).to(device, non_blocking=non_blocking).as_subclass(type(weight))
-    vars(made).update(vars(weight))
-    return made
-
-
 def restored(forms: Forms, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The weights from the tensors that `plain` gave; simple enough for a compiler to trace."""
     if not forms:

@@ -160,28 +160,6 @@ def test_stored_weights_are_cast_in_the_graph(name, dtype):
     assert hits(cache) > 0 and fallbacks.rows() == []
 
 
-def test_encoder_that_is_loaded_in_part_runs_compiled_with_lora_too(monkeypatch):
-    """With graphs of its own on newer cores, which mark T5's norms only where these are loaded."""
-    clip, cache = ENCODERS["Wan"].load(), GraphCache()
-    fast = accelerated(clip, cache)
-    expected = encode(clip, "Wan")
-    assert same(encode(fast, "Wan"), expected)
-    compiled = graphs()
-    load = comfy.model_patcher.ModelPatcher.load
-
-    def in_part(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
-        load(self, device_to, self.model_size() // 3, force_patch_weights, full_load=False)
-
-    comfy.model_management.unload_all_models()
-    monkeypatch.setattr(comfy.model_patcher.ModelPatcher, "load", in_part)
-    for clip_with in (lambda each: each, lambda each: lora_on(each, 1.0)):
-        comfy.model_management.unload_all_models()
-        ran = hits(cache)
-        assert same(encode(clip_with(fast), "Wan"), encode(clip_with(clip), "Wan")) and hits(cache) > ran
-        assert graphs() in (compiled, 2 * compiled)
-    assert fallbacks.rows() == []
-
-
 @pytest.mark.skipif(stand_in.why_not() is not None, reason=str(stand_in.why_not()))
 def test_streamed_weights_have_one_graph_wherever_they_are():
     clip, cache = ENCODERS["Wan"].load(), GraphCache()

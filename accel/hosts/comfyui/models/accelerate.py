@@ -51,7 +51,6 @@ HOST = Host(
     NO_RESULT_DEPENDS_ON,
     INTERRUPTS,
     simplifier,
-    wraps=streamed.WRAPS,
     plain=streamed.plain,
     weights=streamed.weights_of,
     traceable=traceable,

@@ -7,19 +7,18 @@ of a block's are brought at once: one layer at a time, the first would be overwr
 They are taken in the form in which they are stored, with LoRA in it: one graph serves all, resident or not.
 
 Where core does not stream, it may load a model in part ("lowvram"): the other layers' weights stay on the CPU, and each
-use of such a layer takes them to the device and adds its LoRA there. A graph has them taken in the same way.
+use of such a layer takes them to the device. Blocks with such layers run uncompiled.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
 
 import comfy.model_management
-import comfy.model_patcher
 import comfy.ops
 import torch
 
@@ -31,10 +30,7 @@ from ....fingerprint.kinds import weight_slots
 from ....fingerprint.plain_values import Indescribable
 from ....fingerprint.survey import Region
 from ....modules import stored_form
-from ....modules.opaque_layers import OpaqueLayers
 from ....modules.stored_form import Forms
-from ....modules.wrapped_layers import Reader
-from ....signature.tensors import PLAIN_TENSORS
 from .. import preferences
 from ..versions import clone_in_place, is_dynamic, stored_forms, takes_streamed_weights
 from .options import INTERRUPTS
@@ -76,6 +72,8 @@ def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
 def plain(module: torch.nn.Module) -> torch.nn.Module:
     """The module as it would be with its weights in place (`streamed_weights.Plain`)."""
     parts = list(module.modules())
+    if any(map(_waits, parts)):
+        raise Indescribable("weights that wait in the CPU's memory, since the model is loaded in part")
     if not any(map(_is_prepared, parts)):
         return module
     if not takes_streamed_weights() and any("_v" in vars(part) for part in parts):
@@ -86,38 +84,6 @@ def plain(module: torch.nn.Module) -> torch.nn.Module:
         raise Indescribable(f"weights that are streamed in an unknown way ({one_line(error)})") from error
 
 
-class WaitingLayers:
-    """`wrapped_layers.Wraps`: layers that are called as they are, with core adding a LoRA to what it makes of a weight.
-
-    In a model that core has loaded in part it does so at each use of a quantised weight. No weight that a graph takes
-    is the sum, since core never rounds that.
-    """
-
-    adds = False
-
-    def __init__(self) -> None:
-        self._opaque = OpaqueLayers()
-
-    def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        if _WAITS not in module.__dict__:  # each run asks of every layer of the model
-            return None
-        if not isinstance(module, torch.nn.Linear) or not _functions(module, "weight"):
-            return None
-        weight = module.weight
-        if type(weight) in PLAIN_TENSORS and weight.dtype in _COMPUTED:
-            return None
-        return self._opaque.any(module, module.out_features)
-
-    def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> Reader:
-        raise NotImplementedError
-
-
-WRAPS = WaitingLayers()
-
-_WAITS = "prev_comfy_cast_weights"
-_COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
-
-
 class _Plain:
     """Makes copies of modules that share everything except what core adds for streaming."""
 
@@ -125,19 +91,16 @@ class _Plain:
         self._made: dict[torch.nn.Module, torch.nn.Module] = {}
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
-        if WRAPS.base(module) is not None:
-            return module
         if module not in self._made:
             made = self._made[module] = object.__new__(type(module))
             kept = {name: value for name, value in vars(module).items() if name not in _OURS}
             if _is_prepared(module):
-                kept.pop("prev_comfy_cast_weights", None)
                 # The class's own again, as for weights in place, but where they are cast there too (ModelComputeDtype).
                 if not kept.setdefault("comfy_force_cast_weights", False):
                     kept.pop("comfy_cast_weights", None)
                 kept["comfy_patched_weights"] = True
                 for name in ("weight_function", "bias_function"):
-                    if all(map(_is_lowvram_patch, kept.get(name, ()))):
+                    if not kept.get(name):
                         kept.pop(name, None)
             kept["_modules"] = {
                 name: None if child is None else self.of(child) for name, child in module._modules.items()
@@ -159,11 +122,10 @@ class _Plain:
 
 def weights_of(region: Region) -> StreamedWeights | None:
     """The source of a block's weights; None where all are in place."""
-    how = region.block, region.kind.weights, region.kind.forms
     # Each run asks of all blocks, so no loop of Python's
-    if any(map(operator.contains, region.states, repeat("_v"))):
-        return StreamedWeights(*how)
-    return WaitingWeights(*how) if any(map(operator.contains, region.states, repeat(_WAITS))) else None
+    if not any(map(operator.contains, region.states, repeat("_v"))):
+        return None
+    return StreamedWeights(region.block, region.kind.weights, region.kind.forms)
 
 
 class StreamedWeights:
@@ -179,7 +141,7 @@ class StreamedWeights:
         self._parts = [
             (part, index.get(f"{path}weight"), index.get(f"{path}bias"))
             for path, part in ((f"{path}." if path else "", part) for path, part in block.named_modules())
-            if ("_v" in vars(part) or _waits(part)) and not {f"{path}weight", f"{path}bias"}.isdisjoint(index)
+            if "_v" in vars(part) and not {f"{path}weight", f"{path}bias"}.isdisjoint(index)
         ]
         # What these do to a weight belongs to each use of it, and core applies them where it brings one.
         self._is_patched = any(_functions(part, "weight") or _functions(part, "bias") for part, _, _ in self._parts)
@@ -283,56 +245,17 @@ class StreamedWeights:
                 made[bias] = found[1]
 
 
-class WaitingWeights(StreamedWeights):
-    """The weights of a block in a model that core has loaded in part, however the block is split."""
-
-    def _all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        device, dtypes = _place_of(inputs)
-        made = self._slots.take()
-        waiting = [
-            (at, functions)
-            for part, weight, bias in self._parts
-            for at, functions in ((weight, _functions(part, "weight")), (bias, _functions(part, "bias")))
-            if at is not None and (functions or made[at].device != device)
-        ]
-        away = sum(made[at].nbytes for at, _ in waiting if made[at].device != device)
-        if away > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
-            raise RunEagerly(Reason("weights_too_large", megabytes=away >> 20))
-        if away:
-            self._current = comfy.model_management.current_stream(device)
-            self._stream = comfy.model_management.get_offload_stream(device)
-        quickly = comfy.model_management.device_supports_non_blocking(device)
-        with _on(self._stream):  # while the device still works on the block before
-            for at, functions in waiting:
-                if functions and not all(map(_is_lowvram_patch, functions)):
-                    raise RunEagerly(Reason("weights_patched"))
-                if functions and not (type(made[at]) in PLAIN_TENSORS and _computes_in(made[at].dtype, dtypes)):
-                    raise RunEagerly(Reason("lora_waiting", stored=_stored_as(made[at])))
-                if stored_form.is_data(type(made[at])):  # core would lose the attributes
-                    made[at] = stored_form.moved(made[at], device, quickly)
-                    continue
-                made[at] = comfy.model_management.cast_to(made[at], None, device, quickly, bool(functions))
-                for function in functions:
-                    made[at] = function(made[at])
-        comfy.model_management.sync_stream(device, self._stream)
-        return stored_form.plain(made, self._forms)
-
-
-def _on(stream: Any) -> AbstractContextManager:
-    """The context of work on a stream of core's, as core makes it; None is the stream that is current."""
-    if stream is None:
-        return nullcontext()
-    return stream.as_context(stream) if hasattr(stream, "as_context") else stream
-
-
 def _is_prepared(module: torch.nn.Module) -> bool:
     """Whether core has prepared the module for streaming, wherever its weights are now."""
-    return "seed_key" in vars(module) or _waits(module)
+    return "seed_key" in vars(module)
 
 
 def _waits(module: torch.nn.Module) -> bool:
-    """Whether the module's weights are copied to the device at each use, in a partly loaded model."""
-    return _WAITS in vars(module)
+    """Whether the module's weights are copied to the device at each use, in a partly loaded model.
+
+    Newer cores mark those in the same way that they only cast there (ModelComputeDtype), and say so.
+    """
+    return "prev_comfy_cast_weights" in vars(module) and not vars(module).get("comfy_force_cast_weights")
 
 
 def _functions(module: torch.nn.Module, name: str) -> Sequence[Any]:
@@ -346,11 +269,6 @@ def _prepared(module: torch.nn.Module) -> list[Any]:
     return [patch for patch in patches if patch is not None]
 
 
-def _is_lowvram_patch(function: Any) -> bool:
-    """Whether core uses this function to add LoRA at each use of a weight."""
-    return isinstance(function, comfy.model_patcher.LowVramPatch)
-
-
 def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.dtype]]:
     """The device that a call runs on, and the types that it computes in."""
     filled = [tensor for tensor in inputs if tensor.numel()]
@@ -358,20 +276,6 @@ def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.
         raise RunEagerly(Reason("no_tensors"))
     device = next((tensor.device for tensor in filled if tensor.device.type != "cpu"), filled[0].device)
     return device, [tensor.dtype for tensor in filled if tensor.is_floating_point() and tensor.element_size() > 1]
-
-
-def _computes_in(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether layers with weights of this type compute in it, so that core adds LoRA in it, for these input types.
-
-    A layer computes in its input's type. What is in float32 beside a model's own type is angles and times, which no
-    layer of a block takes as they are: Flux's positions, for one.
-    """
-    return dtype in dtypes and all(other in (dtype, torch.float32) for other in dtypes)
-
-
-def _stored_as(weight: torch.Tensor) -> str:
-    """How a weight is stored, for a message."""
-    return str(weight.dtype).removeprefix("torch.") if type(weight) in PLAIN_TENSORS else type(weight).__name__
 
 
 class _Faulted:
