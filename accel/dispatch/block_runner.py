@@ -23,7 +23,7 @@ from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.plain_values import Indescribable
 from ..fingerprint.survey import Region
-from ..modules import opaque_layers
+from ..modules import host_calls, opaque_layers
 from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
@@ -344,7 +344,7 @@ class BlockRunner:
         pass_on(error, self._interrupts)
         if self.observer is not None and self.observer.capturing:
             raise error
-        return Failure.of(error, in_graph and not opaque_layers.is_others(error))
+        return Failure.of(error, in_graph and not host_calls.is_others(error))
 
     def _recover(self, call: Call, resolved: ResolvedGraph, failure: Failure) -> Any:
         """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive.

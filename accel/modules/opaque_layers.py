@@ -1,45 +1,28 @@
 """Parts of blocks that graphs call as they are: layers of weights that nothing explains, and others' code.
 
-In the copy of a block that is compiled, another module stands for such a part. Its operator calls the part that is at
-its place in the block when the graph runs, wrappers such as a LoRA included. So a graph depends neither on how the
-layer's weight is stored nor on what is around it. Where another program has put its own forward or hooks on a part,
-these run once in each call, and what they keep from call to call is theirs.
+In the copy of a block that is compiled, another module stands for such a part. The graph calls the part that is at its
+place in the block (`host_calls`), wrappers such as a LoRA included. So it depends neither on how the layer's weight is
+stored nor on what is around it. Where another program has put its own forward or hooks on a part, these run once in
+each call, and what they keep from call to call is theirs.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..kernels.operators import define
-from ..signature.tensors import PLAIN_TENSORS
+from ..signature.tensors import PLAIN_TENSORS, tensors_in
 from .code_owner import home_of, package_of
+from .host_calls import FINDERS, Callee, call_host, define_operator
 from .stored_form import Opaque, form_of
 from .substitution import foreign_forward, has_foreign_forward
 
 _called = threading.local()
 """block: a weak reference to the block that this thread calls."""
-
-
-class Options(NamedTuple):
-    """A dict among a part's arguments that a host looks up in each call, as far as the block has not changed it.
-
-    left_out: what is the call's alone. text: plain values for what the block has there. of_call: the dict, given these.
-    """
-
-    left_out: Sequence[str]
-    text: Callable[[dict], Any]
-    of_call: Callable[[dict], dict]
-
-
-OPTIONS: dict[str, Options] = {}
-"""By the name of the argument; hosts add to it."""
 
 
 class OpaqueLayer(torch.nn.Module):
@@ -52,8 +35,7 @@ class OpaqueLayer(torch.nn.Module):
 
     def __init__(self, features: int | None = None, is_others: bool = False, like: tuple[str, ...] = ()):
         torch.nn.Module.__init__(self)
-        signature = "(Tensor[] given, Tensor[] like, str path, str how, SymInt? features) -> Tensor[]"
-        define("opaque_layer", signature, others_code(_run), _fake)
+        define_operator()
         self.path_in_block, self.width_of_result, self.is_others, self.like = "", features, is_others, like
         self.training = False
 
@@ -65,14 +47,10 @@ class OpaqueLayer(torch.nn.Module):
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given: list[torch.Tensor] = []
-        for name, options in OPTIONS.items():
-            if name in kwargs:
-                own = {key: item for key, item in kwargs[name].items() if key not in options.left_out}
-                kwargs[name] = _text_of(name, own)
         like = [kwargs[name] for name in self.like if kwargs.get(name) is not None]
-        how = _written(_without((args, kwargs), given))
-        out = torch.ops.accel.opaque_layer(given, like or given[:1], self.path_in_block, how, self.width_of_result)
+        first = (*args, *kwargs.values())[0]
+        size = None if self.width_of_result is None else (*first.shape[:-1], self.width_of_result)
+        out = call_host("part", self.path_in_block, args, kwargs, like, size)
         return tuple(out) if len(like) > 1 else out[0]
 
 
@@ -94,22 +72,25 @@ def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
     return all(package_of(home_of(function)) == package for function in found)
 
 
-def others_code(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an operator that calls others' code, whose errors are then not the graph's (`is_others`)."""
+def _part(path: str) -> Callee:
+    """The part at this path in the block that this thread calls."""
+    block = _called.block
+    part = block().get_submodule(path)
+    is_others = runs_others_code(part) and not _is_of_package(part, block())
 
-    def call(*args: Any) -> Any:
-        try:
-            return run(*args)
-        except Exception as error:
-            error.is_of_others = True
-            raise
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = list(tensors_in((args, kwargs))) if is_others else []
+        versions = [tensor._version for tensor in given]
+        out = part(*args, **kwargs)
+        _called.block = block  # the part may have called another
+        if [tensor._version for tensor in given] != versions:
+            raise TypeError(f"{path} changes what it is given")
+        return out
 
-    return call
+    return Callee(call, is_others)
 
 
-def is_others(error: Exception) -> bool:
-    """Whether others' code that a graph ran has raised the error."""
-    return getattr(error, "is_of_others", False)
+FINDERS["part"] = _part
 
 
 class OpaqueLayers:
@@ -164,84 +145,3 @@ def _is_opaque(weight: torch.Tensor) -> bool:
     except Opaque:
         return True
     return False
-
-
-def _without(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with ... in place of its tensors, which go to the list in order."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return ...
-    if isinstance(value, (tuple, list)):
-        return type(value)([_without(item, tensors) for item in value])
-    if isinstance(value, dict):
-        return {name: _without(item, tensors) for name, item in value.items()}
-    return value
-
-
-def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if value is ...:
-        return next(tensors)
-    if isinstance(value, (tuple, list)):
-        return type(value)([_with(item, tensors) for item in value])
-    if isinstance(value, dict):
-        return {name: _with(item, tensors) for name, item in value.items()}
-    return value
-
-
-@torch.compiler.assume_constant_result
-def _text_of(name: str, own: dict) -> str:
-    return repr(OPTIONS[name].text(own))
-
-
-@torch.compiler.assume_constant_result
-def _written(how: Any) -> str:
-    """A call without its tensors as text. Raises ValueError: it has other values than plain ones."""
-    text = repr(how).replace("Ellipsis", "...")
-    if ast.literal_eval(text) != how:
-        raise ValueError(f"a part is called with {text}")
-    return text
-
-
-_read = functools.lru_cache(maxsize=1024)(ast.literal_eval)
-"""The value of a text, which nobody may change."""
-
-
-def _run(
-    given: Sequence[torch.Tensor], like: Sequence[torch.Tensor], path: str, how: str, features: int | None
-) -> list[torch.Tensor]:
-    block = _called.block
-    part = block().get_submodule(path)
-    is_others = runs_others_code(part) and not _is_of_package(part, block())
-    if is_others:  # which may keep what it is given, and a graph uses that memory again
-        with torch.inference_mode(False):
-            copies = {tensor: tensor.clone() for tensor in given}
-        given = [copies[tensor] for tensor in given]
-        versions = [tensor._version for tensor in given]
-    args, kwargs = _with(_read(how), iter(given))
-    kwargs |= {name: OPTIONS[name].of_call(_read(kwargs[name])) for name in OPTIONS if name in kwargs}
-    out = part(*args, **kwargs)
-    _called.block = block  # the part may have called another
-    if is_others and [tensor._version for tensor in given] != versions:
-        raise TypeError(f"{path} changes what it is given")
-    outs = (out,) if len(like) == 1 else out
-    if type(outs) is not tuple or len(outs) != len(like):
-        raise TypeError(f"{path} does not give {len(like)} tensors")
-    storages, made = {tensor.untyped_storage().data_ptr() for tensor in given}, []
-    for one, other in zip(outs, like, strict=True):
-        if type(one) is not torch.Tensor or one.dtype is not other.dtype or one.shape != _size(other, features):
-            got = f"{one.dtype} {tuple(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__
-            raise TypeError(f"{path} gives {got} for {other.dtype} {tuple(other.shape)}")
-        is_kept = is_others or one.untyped_storage().data_ptr() in storages
-        made.append(one.clone(memory_format=torch.contiguous_format) if is_kept else one.contiguous())
-        storages.add(made[-1].untyped_storage().data_ptr())
-    return made
-
-
-def _fake(
-    given: Sequence[torch.Tensor], like: Sequence[torch.Tensor], path: str, how: str, features: int | None
-) -> list[torch.Tensor]:
-    return [tensor.new_empty(_size(tensor, features)) for tensor in like]
-
-
-def _size(like: torch.Tensor, features: int | None) -> tuple[int, ...]:
-    return like.shape if features is None else (*like.shape[:-1], features)

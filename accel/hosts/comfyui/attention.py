@@ -2,8 +2,8 @@
 
 Core calls attention by a global of the model's module (`optimized_attention`), which is the function that a flag of the
 command line asks for, and lets a per-call option take its place (`optimized_attention_override`). Where it is another
-than torch's own attention, a graph has an operator that looks the global up in each call, and calls it with the options
-of that call as core would. So a graph does not depend on which function it is.
+than torch's own attention, a graph has an operator (`host_calls`) that looks the global up in each call, and calls it
+with the options of that call as core would. So a graph does not depend on which function it is.
 
 Nodes such as IP-Adapter put a function of theirs in the place of a UNet block's attention (`patches_replace`). It takes
 queries, keys and values, and gives what attention would; so graphs call it in the same way.
@@ -11,7 +11,6 @@ queries, keys and values, and gives what attention would; so graphs call it in t
 
 from __future__ import annotations
 
-import ast
 import enum
 import functools
 import sys
@@ -25,9 +24,8 @@ import torch
 
 from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
-from ...kernels.operators import define
 from ...modules.code_owner import home_of, package_of
-from ...modules.opaque_layers import OPTIONS, Options, others_code
+from ...modules.host_calls import FINDERS, OPTIONS, Callee, Options, call_host, define_operator
 from ...signature.tree_spec import STAND_INS, RunsOthersCode
 
 OVERRIDE = "optimized_attention_override"
@@ -46,15 +44,8 @@ _CAPTURED = (*_TRACED, "attention_split", "attention_sub_quad")
 REPLACED = ("attn1", "attn2")
 """Where the per-call option `patches_replace` has functions in the place of attention."""
 
-_SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor? mask, str place, str how) -> Tensor"
-_SIGNATURE_OF_REPLACED = "(Tensor q, Tensor k, Tensor v, str name, str how) -> Tensor"
-_MASK = "its mask"
-
 _PREFERRED = "function"
 """What a checkpoint asks of a layer: an attribute of the module that its block gives as `preferred_attention`."""
-
-_NOT_WRITTEN = ("transformer_options", "preferred_attention")
-"""Arguments that the operator does not get: the options are those of each call, and no function is preferred."""
 
 _call = threading.local()
 """options: the per-call dict of the block that this thread calls."""
@@ -111,7 +102,7 @@ def _named(function: types.FunctionType) -> Passed | None:
     """For a function that core's module has under its name; None for another."""
     if vars(sys.modules[_CORE]).get(function.__name__) is not function:
         return None
-    _define()
+    define_operator()
     return _passed(function.__name__)
 
 
@@ -142,7 +133,7 @@ class Replacement(RunsOthersCode):
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         own = {name: item for name, item in options.items() if name not in _OF_BLOCK}
-        return torch.ops.accel.replaced_attention(q, k, v, self.name, _written([], {}, own))
+        return call_host("replaced attention", self.name, (q, k, v, own), {}, [q])[0]
 
 
 BLOCK = (0, 0)
@@ -203,7 +194,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Callable]]:
 
     The function has the operator where it is traced or called without values; elsewhere it calls what was there.
     """
-    _define()
+    define_operator()
     is_overridden = (begun() or {}).get(OVERRIDE) is not None
     for module, name, function in _places():
         is_traced = _is_traced(function)
@@ -247,17 +238,27 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
 
 def _by_operator(place: str, q: Any, k: Any, v: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """Call the function at the place by the operator, in code that is traced. args: those after the tensors."""
-    given, named = list(args), {name: item for name, item in kwargs.items() if name not in _NOT_WRITTEN}
-    options = kwargs.get("transformer_options")
-    mask = given[1] if len(given) > 1 else named.get("mask")
-    if mask is not None:
-        if len(given) > 1:
-            given[1] = _MASK
-        else:
-            named["mask"] = _MASK
-    if options is not None:  # of the call are others than those that stand for them here
-        options = {name: item for name, item in options.items() if name not in _SIMPLIFIED}
-    return torch.ops.accel.attention_of_the_host(q, k, v, mask, place, _written(given, named, options))
+    named = {name: item for name, item in kwargs.items() if name != "preferred_attention"}
+    if named.get("transformer_options", named) is None:
+        del named["transformer_options"]
+    return call_host("attention", place, (q, k, v, *args), named, [q], _size(q, *args, **named))[0]
+
+
+def _size(
+    q: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **_: Any,
+) -> tuple[int, ...]:
+    """The size of the result, as core's functions have it."""
+    if skip_reshape:
+        batch, _, rows, width = q.shape
+    else:
+        batch, rows, width = q.shape[0], q.shape[1], q.shape[2] // heads
+    return (batch, heads, rows, width) if skip_output_reshape else (batch, rows, heads * width)
 
 
 def _has_no_values(tensor: Any) -> bool:
@@ -265,55 +266,29 @@ def _has_no_values(tensor: Any) -> bool:
     return tensor.is_meta or type(tensor) is torch_internals.FAKE_TENSOR.get(None)
 
 
-@torch.compiler.assume_constant_result
-def _written(args: list, kwargs: dict[str, Any], options: dict[str, Any] | None) -> str:
-    """A call without its tensors as text. options: those that the block has; None for a call without any."""
-    return repr(_as_text((args, kwargs, options)))
-
-
-def _as_text(value: Any) -> Any:
-    if type(value) in (list, tuple):
-        return tuple(map(_as_text, value))
-    if type(value) is dict:
-        return {name: _as_text(item) for name, item in value.items()}
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, Override):
-        return True
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise TypeError(f"attention is called with a {type(value).__name__}")
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(how: str) -> tuple[tuple, dict[str, Any], dict[str, Any] | None]:
-    return _value(ast.literal_eval(how))
-
-
-def _value(text: Any) -> Any:
-    if type(text) is tuple:
-        return tuple(map(_value, text))
-    if type(text) is dict:
-        return {name: _value(item) for name, item in text.items()}
-    is_type = isinstance(text, str) and text.startswith("torch.")
-    return getattr(torch, text.removeprefix("torch.")) if is_type else text
-
-
-def _run(q, k, v, mask, place, how):
-    args, kwargs, of_block = _read(how)
-    args = tuple(mask if item == _MASK else item for item in args)
-    kwargs = {name: mask if item == _MASK else item for name, item in kwargs.items()}
-    override = None
-    if of_block is not None:
-        kwargs["transformer_options"] = _of_call(of_block)
-        override = kwargs["transformer_options"].get(OVERRIDE)
+def _attention(place: str) -> Callee:
+    """The function at a place, MODULE:NAME, which calls the override of this thread's call itself."""
     module, _, name = place.partition(":")
-    function = getattr(sys.modules[module], name)
-    call = functools.partial(function, *_kept_apart(override or function, q, k, v), *args, **kwargs)
-    return _checked(call(), q, _size_of(q, how), override, override or function, (q, k, v, mask))
+    function, override = getattr(sys.modules[module], name), (begun() or {}).get(OVERRIDE)
+    return Callee(function, not _is_cores(override or function), functools.partial(_odd_result, override))
 
 
-def _of_call(of_block: dict[str, Any]) -> dict[str, Any]:
+def _replaced_attention(name: str) -> Callee:
+    """The function that is in the place of the attention of this thread's block."""
+    options = begun()
+    function = _replacing(name, options)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: dict[str, Any]) -> Any:
+        given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")}
+        return function(q, k, v, given | own)
+
+    return Callee(call, not _is_cores(function), functools.partial(_odd_result, function))
+
+
+FINDERS.update({"attention": _attention, "replaced attention": _replaced_attention})
+
+
+def _options_of_call(of_block: dict[str, Any]) -> dict[str, Any]:
     """The options of this thread's call, as a block has them that was given these."""
     options, own = begun() or {}, dict(of_block)
     if not own.pop(OVERRIDE, False) and options.get(OVERRIDE) is not None:  # the block was given no options
@@ -322,62 +297,15 @@ def _of_call(of_block: dict[str, Any]) -> dict[str, Any]:
     return options if is_unchanged else {**options, **own}
 
 
-OPTIONS["transformer_options"] = Options(_SIMPLIFIED, _as_text, lambda text: _of_call(_value(text)))
-
-
-def _run_replaced(q, k, v, name, how):
-    options, own = begun(), _read(how)[2]
-    function = _replacing(name, options)
-    given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")} | own
-    out = function(*_kept_apart(function, q, k, v), given)
-    return _checked(out, q, q.shape, function, function, (q, k, v))
+OPTIONS["transformer_options"] = Options(_SIMPLIFIED, _options_of_call)
 
 
 def _is_cores(function: Any) -> bool:
     return type(function) is types.FunctionType and package_of(home_of(function)) in ("comfy", "comfy_extras")
 
 
-def _kept_apart(function: Any, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Copies for a function of another program: it may keep what it is given, and a graph uses that memory again."""
-    return tensors if _is_cores(function) else [tensor.clone() for tensor in tensors]
-
-
-def _checked(
-    out: Any, q: torch.Tensor, size: Sequence[int], replaces: Any, function: Any, given: tuple
-) -> torch.Tensor:
-    """The result as graphs expect it, which may write to it.
-
-    replaces: what is remembered where it is something else; None for core's own place. function: gave it, and may keep
-        it where it is another program's.
-    """
-    if type(out) is not torch.Tensor or out.shape != size or out.dtype != q.dtype:
-        if replaces is not None:
-            _odd.add(getattr(replaces, "__func__", replaces))
-        raise RunEagerly(Reason("attention_override"))
-    storages = {tensor.untyped_storage().data_ptr() for tensor in given if tensor is not None}
-    if not _is_cores(function) or out.untyped_storage().data_ptr() in storages:
-        return out.clone(memory_format=torch.contiguous_format)
-    return out.contiguous()
-
-
-def _fake(q, k, v, mask, place, how):
-    return q.new_empty(_size_of(q, how))
-
-
-def _size_of(q: torch.Tensor, how: str) -> tuple[int, ...]:
-    """The size of the result, as core's functions have it."""
-    args, kwargs, _ = _read(how)
-    parameters = ("heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
-    given = dict(zip(parameters, args, strict=False)) | kwargs
-    heads = given["heads"]
-    if given.get("skip_reshape"):
-        batch, _, rows, width = q.shape
-    else:
-        batch, rows, width = q.shape[0], q.shape[1], q.shape[2] // heads
-    return (batch, heads, rows, width) if given.get("skip_output_reshape") else (batch, rows, heads * width)
-
-
-def _define() -> None:
-    """Register the operators."""
-    define("attention_of_the_host", _SIGNATURE, others_code(_run), _fake)
-    define("replaced_attention", _SIGNATURE_OF_REPLACED, others_code(_run_replaced), lambda q, *_: q.new_empty(q.shape))
+def _odd_result(function: Any, _what: str) -> RunEagerly:
+    """The exception for what the function gave; it is remembered. None for core's own place."""
+    if function is not None:
+        _odd.add(getattr(function, "__func__", function))
+    return RunEagerly(Reason("attention_override"))
