@@ -88,7 +88,7 @@ def test_sentences_say_what_was_made_gained_compiled_and_skipped_and_what_was_no
         "captured 2 CUDA graphs in 0.4 s",
         "skipped 3 of 6 steps, 46% of the work, as planned for 40 dB; 12 MB of features kept for it.\n  FFSSFS   (F",
         "10 calls of BasicTransformerBlock, ResBlock ran uncompiled: another node patches it (attn2_patch).",
-        "6 calls of SDXL: not captured as a CUDA graph: CUDA graphs are not used on AMD cards.",
+        "6 calls of SDXL: not captured as a CUDA graph: it is being trained.",
         "2 of 72 blocks cannot be compiled: another extension",
     ):
         assert said.count(sentence) == 1, sentence
