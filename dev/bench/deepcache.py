@@ -19,7 +19,7 @@ from dev.tools import command, pack
 from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
 
-from . import line_plot, report, similarity
+from . import pictures, report, similarity
 
 NETWORKS = ("unet", "dit", "mmdit", "vpred")
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "ddim", "euler_ancestral", "uni_pc")
@@ -389,7 +389,7 @@ def _plot(path: Path, rows: Sequence[report.Row]) -> None:
                 found.setdefault("fewer steps", []).append((share, mean - gain))
     if found:
         axes = "FLOPs, as a share of the uncached run", "PSNR of the final latent, dB"
-        line_plot.save(path, "Quality over cost, mean of the networks", *axes, found)
+        pictures.curves(path, "Quality over cost, mean of the networks", *axes, found)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dev.tools.comfyui import has_accelerator, offer_checkpoint, tree
 from dev.tools.inprocess import boot
 from dev.tools.server import serving
 
-from . import contact_sheet, report
+from . import pictures, report
 
 FOLDER = WORK / "demo"
 SEED = 7
@@ -193,7 +193,6 @@ def balanced(sheet: Path) -> str:
     import torch
 
     from . import deepcache, similarity, toy, toy_data
-    from .toy_sheet import strip
 
     torch.set_num_threads(1)  # Layers this narrow gain little from more.
     torch.set_flush_denormal(True)
@@ -210,11 +209,13 @@ def balanced(sheet: Path) -> str:
         skipped_db, fewer_db = (similarity.latent_psnr(latent, plain).item() for latent in (skipped, fewer))
         labels = f"{steps} steps", f"Balanced: {skipped_db:.0f} dB", f"{count} steps: {fewer_db:.0f} dB"
         latents = (plain, skipped, fewer)
-        columns.append([(label, strip(toy_data.view(made))) for label, made in zip(labels, latents, strict=True)])
+        columns.append(
+            [(label, pictures.strip(toy_data.view(made))) for label, made in zip(labels, latents, strict=True)]
+        )
         shares.append(share)
         reached.append(skipped_db)
         others.append(fewer_db)
-    contact_sheet.save(sheet, columns)
+    pictures.contact_sheet(sheet, columns)
     return (
         f"{1 - fmean(shares):.0%} of the work was skipped, and the images are {fmean(reached):.0f} dB from the "
         f"uncached ones ({min(reached):.0f} at worst); as few steps as cost the same: {fmean(others):.0f} dB "

@@ -35,14 +35,13 @@ WHOLE = "whole model"
 LAYERS = (1, 2)
 """Of each kind, in whole models. What the second has more is layers alone, without what is before and after these."""
 COLUMNS = (
-    *("model", "block", "variant", "elements", "kernels", "launches", "instructions_per_element", "vector_share"),
+    *("model", "block", "variant", "elements", "kernels", "launches", "instructions_per_element"),
     *("software_divisions", "externs", "cpu_seconds", "mark"),
 )
 LEGEND = """\
 elements: of the block's largest input. launches: of Triton kernels and of library calls (externs).
 instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops multiplied by their
-trip counts. vector_share: the share of loads and stores in the code that move 128 bits; a load of one number for many
-elements counts like any other. software_divisions: integer divisions by sizes known only at run time.
+trip counts. software_divisions: integer divisions by sizes known only at run time.
 cpu_seconds: processor time of compiling a block, on one core.
 
 core / ours compares whole models at full width. Each is compiled with one layer and with two of each block
@@ -238,7 +237,6 @@ class Kernel:
 
     name: str
     instructions: int
-    loads: Counter
     divisions: int
 
 
@@ -253,13 +251,11 @@ class Launches:
 def row(
     model: str, block: str, variant: str, elements: int, launches: Launches, seconds: float | None = None
 ) -> report.Row:
-    loads: Counter = sum((kernel.loads for kernel in launches.kernels), Counter())
     return {
         **{"model": model, "block": block, "variant": variant, "elements": elements},
         "kernels": len({kernel.name for kernel in launches.kernels}),
         "launches": len(launches.kernels) + launches.externs.total(),
         "instructions_per_element": sum(kernel.instructions for kernel in launches.kernels) / elements,
-        "vector_share": loads["128"] / max(1, loads.total()),
         "software_divisions": sum(kernel.divisions for kernel in launches.kernels),
         "externs": " ".join(f"{count} {name}" for name, count in sorted(launches.externs.items())),
         "cpu_seconds": seconds and round(seconds, 1),
@@ -347,12 +343,11 @@ def _kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
     names = [name for name, kind in autotuner.triton_meta["signature"].items() if kind != "constexpr"]
     sizes = dict(zip(names, args, strict=False))
     of = [_counted(autotuner, result, args, sizes) for result in autotuner.compile_results]
-    instructions, loads, divisions = min(of, key=lambda counted: counted[0])
-    return Kernel(autotuner.fn.__name__, instructions, loads, divisions)
+    return Kernel(autotuner.fn.__name__, *min(of))
 
 
-def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[int, Counter, int]:
-    """Instructions of all threads of a launch, its loads and stores by width, its divisions in software."""
+def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[int, int]:
+    """Instructions of all threads of a launch, and its divisions in software."""
     _, grid = autotuner._interpret_args_grid(tuple(args), result.config)
     threads = math.prod(grid) * 32 * result.config.num_warps
     trips = 1
@@ -361,7 +356,7 @@ def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, 
         if name.startswith("R") and isinstance(size, int):
             trips *= math.ceil(size / block)
     code = sass(_cubin(result))
-    return sum(code.weights(trips)) * threads, code.loads(), code.divisions()
+    return sum(code.weights(trips)) * threads, code.divisions()
 
 
 def _cubin(result: Any) -> bytes:
@@ -388,10 +383,6 @@ class Sass:
             (target, at) for at, op, target in self.instructions if op == "BRA" and target is not None and target < at
         ]
         return [trips if any(first <= at <= last for first, last in loops) else 1 for at, _, _ in self.instructions]
-
-    def loads(self) -> Counter:
-        wide = (".128" in op for _, op, _ in self.instructions if op.startswith(("LDG", "STG", "LD.", "ST.")))
-        return Counter("128" if is_wide else "narrow" for is_wide in wide)
 
     def divisions(self) -> int:
         """A division begins with the divisor's reciprocal, rounded up."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from PIL import Image
 
@@ -20,7 +21,7 @@ from dev.tools import command, pack, synthetic
 from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
 
-from . import contact_sheet, report, similarity
+from . import pictures, report, similarity
 from .deepcache import KEPT, LEVELS, TARGETS, apply, target_of
 
 PROMPTS = (
@@ -28,7 +29,7 @@ PROMPTS = (
     "portrait of an old fisherman, photograph, window light",
     "a bowl of lemons on a blue tablecloth",
 )
-COLUMNS = ("sampler", "steps", "way", "flops_share", "seconds", "psnr_db", "ssim", "latent_db", "fewer_db")
+COLUMNS = ("sampler", "steps", "way", "flops_share", "seconds", "psnr_db", "latent_db", "fewer_db")
 LARGEST = 384
 """Pixels of a picture's longer side on the sheet."""
 
@@ -69,9 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
         bench = Bench(checkpoint, scene)
         for sampler in options.samplers:
             for steps in options.steps:
-                found, pictures = bench.rows(sampler, steps, options.ways)
+                found, labelled = bench.rows(sampler, steps, options.ways)
                 rows += found
-                for column, of_prompt in zip(columns, pictures, strict=True):
+                for column, of_prompt in zip(columns, labelled, strict=True):
                     column += [(f"{sampler}, {steps}: {label}", image) for label, image in of_prompt]
     print(f"\n{report.table(_by_way(rows), COLUMNS)}\n")
     print(_verdict(rows, len(prompts)))
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for file in filter(None, (options.out / "quality.json", options.json)):
         report.write(file, rows, comfyui, checkpoint=checkpoint.name, prompts=list(prompts))
-    contact_sheet.save(options.out / "quality.png", columns)
+    pictures.contact_sheet(options.out / "quality.png", columns)
     print(f"Rows and contact sheet: {options.out}")
 
 
@@ -107,7 +108,7 @@ class Bench:
         self._flops.take()
         plain = [self._run(self._model, index, sampler, steps) for index in range(count)]
         rows, columns = [], [[("uncached", _small(image))] for _, image, _, _ in plain]
-        for way, model in [made for name in ways for made in apply(name, self._model)]:
+        for way, model in [made for name in ways for made in apply(name, self._model, steps)]:
             for index, (expected, expected_image, work, seconds) in enumerate(plain):
                 latent, image, taken, spent = self._run(model, index, sampler, steps)
                 fewer = max(1, round(steps * taken / work))
@@ -122,7 +123,6 @@ class Bench:
                     "seconds": round(spent, 3),
                     "uncached_seconds": round(seconds, 3),
                     "psnr_db": round(similarity.psnr(image[None], expected_image[None]).item(), 2),
-                    "ssim": round(similarity.ssim(image[None], expected_image[None]).item(), 4),
                     "latent_db": round(similarity.latent_psnr(latent, expected).item(), 2),
                     "fewer_steps": fewer,
                     "fewer_db": round(similarity.latent_psnr(at_equal_work, expected).item(), 2),
@@ -162,11 +162,7 @@ def _by_way(rows: Sequence[report.Row]) -> list[report.Row]:
     table = []
     for key, group in groups.items():
         numbers = [name for name, value in group[0].items() if isinstance(value, float) and name != "target_db"]
-        means = {
-            name: sum(row[name] for row in group) / len(group)
-            for name in numbers
-            if all(row[name] is not None for row in group)
-        }
+        means = {name: fmean(row[name] for row in group) for name in numbers}
         table.append({**dict(zip(("sampler", "steps", "way"), key, strict=True)), **means})
     return table
 

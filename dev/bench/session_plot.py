@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from dev import ROOT
 from dev.tools import command
 
-from .line_plot import FINE
+from .pictures import FINE
 from .session_plan import STEPS
 
 WAITS, READY, GAVE_UP = "#d55e00", "#6fbf9f", "#c8c8c8"

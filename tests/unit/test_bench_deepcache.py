@@ -1,10 +1,10 @@
-"""The DeepCache bench's arithmetic: cells, gains, targets, merged rows, similarity, the plot, the networks' data."""
+"""The DeepCache bench's arithmetic: cells, gains, targets, merged rows, PSNR, the plot, the networks' data."""
 
 import pytest
 import torch
 from PIL import Image
 
-from dev.bench import deepcache, line_plot, similarity, toy_data
+from dev.bench import deepcache, pictures, similarity, toy_data
 
 
 def row(way="Balanced", latent=50.0, fewer=40.0, share=0.6, seed=50, target=40.0, **changes):
@@ -60,20 +60,11 @@ def test_psnr_of_latents_is_to_their_own_range():
     assert similarity.latent_psnr(actual, expected).tolist() == [similarity.IDENTICAL, pytest.approx(20.0)]
 
 
-def test_ssim_is_1_for_the_same_and_falls_with_noise():
-    generator = torch.Generator().manual_seed(0)
-    picture = torch.rand(1, 3, 9, 16, generator=generator)
-    noise = torch.randn(picture.shape, generator=generator)
-    values = [similarity.ssim(picture + amount * noise, picture).item() for amount in (0.0, 0.05, 0.3)]
-    assert values[0] == pytest.approx(1.0)
-    assert values == sorted(values, reverse=True)
-
-
 def test_plot_is_drawn_without_what_is_not_finite(tmp_path):
     path = tmp_path / "docs" / "plot.png"
-    line_plot.save(path, "title", "x", "y", {"a": [(0.2, 10.0), (0.5, 20.0)], "b": [(0.3, float("inf"))]})
+    pictures.curves(path, "title", "x", "y", {"a": [(0.2, 10.0), (0.5, 20.0)], "b": [(0.3, float("inf"))]})
     with Image.open(path) as image:
-        assert image.size == (line_plot.WIDTH, line_plot.HEIGHT)
+        assert image.size == (pictures.WIDTH, pictures.HEIGHT)
 
 
 def test_data_has_the_moments_of_latents_and_depends_on_the_seed_alone():

@@ -4,7 +4,7 @@ import json
 
 from PIL import Image
 
-from dev.bench import contact_sheet, report
+from dev.bench import pictures, report
 
 ROWS = [
     {"width": 192, "plain_s": 3.14159, "skipped": None},
@@ -37,7 +37,7 @@ def test_contact_sheet_shows_every_image_at_its_size(tmp_path):
         [("plain", Image.new("RGB", (40, 60), "red")), ("accelerated", Image.new("RGB", (40, 60), "lime"))],
         [("plain", Image.new("RGB", (120, 30), "blue"))],
     ]
-    contact_sheet.save(tmp_path / "sheet.png", columns)
+    pictures.contact_sheet(tmp_path / "sheet.png", columns)
     colours = dict(reversed(entry) for entry in Image.open(tmp_path / "sheet.png").getcolors(10_000))
     assert colours[(255, 0, 0)] == colours[(0, 255, 0)] == 40 * 60
     assert colours[(0, 0, 255)] == 120 * 30
