@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, cycle, repeat
 from typing import Any
@@ -14,9 +14,8 @@ import torch
 
 from ..core.reasons import Reason, Refusal, RunEagerly
 from ..signature.argument_guard import tensor_guard
-from . import stored_form, wrapped_layers
-from .substitution import StandIn, foreign_forward
-from .wrapped_layers import Wraps
+from . import stored_form
+from .substitution import foreign_forward
 
 _SAMPLED = 47
 """Weights that `WeightSnapshot.seems_current` looks at, spread over the model: enough to notice one that was moved as a
@@ -29,39 +28,9 @@ _dtype_and_shape = operator.attrgetter("dtype", "shape")
 _NAMED = "_modules", "_parameters", "_buffers"
 
 
-class AttributeSnapshot:
-    """The attributes and children of `modules` and of all modules in them, compared by identity.
-
-    Neither the values of tensors nor what an attribute contains are compared. Layers of torch's own are left out: a
-    replaced one is noticed in its parent, and nobody changes their settings. Wrappers (`wraps`) are compared, not what
-    is in them, which is read at each call. Our stand-ins, of calls in other threads, are passed over.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], wraps: Wraps | None = None):
-        parts = {part for module in modules for _, part in wrapped_layers.modules(module, wraps)}
-        self._values = [
-            (attributes, _without_stand_ins(list(attributes.values())))
-            for part in parts
-            if not type(part).__module__.startswith("torch.nn.")
-            for attributes in (part.__dict__, part._modules)
-        ]
-
-    def is_current(self) -> bool:
-        """Whether nothing was set, replaced, added or removed since."""
-        return all(
-            are_same(now := list(attributes.values()), values) or are_same(_without_stand_ins(now), values)
-            for attributes, values in self._values
-        )
-
-
 def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether these are the same objects, in order."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
-
-
-def _without_stand_ins(values: list) -> list:
-    """The values with what stand-ins stand for, where another program has put that on the module."""
-    return [v.own if type(v) is StandIn else v for v in values if type(v) is not StandIn or v.is_foreign]
 
 
 class LayoutSnapshot:

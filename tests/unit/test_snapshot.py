@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.modules.snapshot import AttributeSnapshot, UnsupportedWeights, WeightSnapshot
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.snapshot import UnsupportedWeights, WeightSnapshot
 from kit.blocks import Wrapped
 
 
@@ -17,46 +16,6 @@ class Block(torch.nn.Module):
 
 def model(blocks=100):
     return torch.nn.ModuleList(Block() for _ in range(blocks))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda block: setattr(block, "scale", 2.0),
-        lambda block: setattr(block, "layer", torch.nn.Linear(4, 4)),
-        lambda block: setattr(block, "more", 1),
-        lambda block: delattr(block, "scale"),
-        lambda block: delattr(block, "layer"),
-    ],
-)
-def test_attribute_that_is_set_replaced_added_or_removed_is_noticed(change):
-    blocks = model()
-    snapshot = AttributeSnapshot(blocks)
-    assert snapshot.is_current()
-    change(blocks[1])
-    assert not snapshot.is_current()
-
-
-def test_stand_ins_of_other_threads_are_no_attributes():
-    blocks = model(4)
-    blocks[1].forward = own = lambda x: x
-    layers = {block: lambda inner, x: inner(x) for block in blocks}
-    snapshot = AttributeSnapshot(blocks)
-    with substituted(layers, Order.COMPILED):
-        assert snapshot.is_current() and AttributeSnapshot(blocks).is_current()
-        inside = AttributeSnapshot(blocks)
-    assert snapshot.is_current() and inside.is_current() and blocks[1].forward is own
-    blocks[2].forward = own
-    with substituted(layers, Order.COMPILED):
-        assert not snapshot.is_current() and not inside.is_current()
-
-
-def test_values_and_storage_of_weights_are_no_attributes():
-    blocks = model()
-    snapshot = AttributeSnapshot(blocks)
-    blocks[1].layer.weight.data = torch.randn(4, 4)
-    blocks[2].shift.add_(1)
-    assert snapshot.is_current()
 
 
 def test_one_weight_that_moved_is_noticed_by_the_thorough_check_and_all_by_the_cheap_one_too():

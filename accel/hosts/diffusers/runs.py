@@ -21,7 +21,6 @@ from ...core.reasons import Reason
 from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ...fingerprint.survey import KeptSurveys, Region, Survey
 from ...modules.blocks import is_compiled
-from ...modules.snapshot import AttributeSnapshot
 from ...modules.substitution import Layer
 from ...modules.wrapped_layers import modules
 from .components import moved_in_parts
@@ -64,37 +63,38 @@ class Run:
 
     def __init__(self, cache: GraphCache, lease: Lease):
         self.cache, self._lease = cache, lease
-        self._placed: dict[torch.nn.Module, tuple[Layers, AttributeSnapshot]] = {}
+        self._placed: dict[torch.nn.Module, tuple[Layers, Survey | None]] = {}
         self._looks: dict[torch.nn.Module, int] = {}
 
     def layers(self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys) -> Layers:
-        """The layers for a call of the model now; made again if the model has changed since its last call.
+        """The layers for a call of the model now; made again if it is made of other modules than in its last call, or
+        stores its weights in another way. Of its code and settings they take care themselves (`CurrentCode`).
 
         surveys: of the model, from this run and others.
         """
-        placed = self._placed.get(model)
-        if placed is None or not placed[1].is_current():
+        layers, found = self._placed.get(model, (None, None))
+        if layers is None or (found is not None and not found.layout.is_current(model)):
             looks = self._looks[model] = self._looks.get(model, 0) + 1
             if looks <= _MOST_LOOKS:
-                placed = self._placed[model] = self._look(model, settings, surveys)
-            elif looks == _MOST_LOOKS + 1:
+                layers, found = self._look(model, settings, surveys)
+            else:
                 fallbacks.note(type(model).__name__, Reason("settings_change"))
-                placed = self._placed[model] = {}, AttributeSnapshot(())
-        return placed[0]
+                layers, found = {}, None
+            self._placed[model] = layers, found
+        return layers
 
     def _look(
         self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys
-    ) -> tuple[Layers, AttributeSnapshot]:
+    ) -> tuple[Layers, Survey | None]:
         reason = _why_not(model)
         if reason is not None:
             fallbacks.note(type(model).__name__, reason)
-            return {}, AttributeSnapshot(())
+            return {}, None
         found = survey_model(model, settings, HOST, surveys)
         _note_eager_blocks(model, found)
         if not found.regions:
-            return {}, AttributeSnapshot(())
-        snapshot = AttributeSnapshot((region.block for region in found.regions), HOST.wraps)
-        return compiled_layers(model, found, settings, HOST, self.cache, self._lease, surveys=surveys), snapshot
+            return {}, None
+        return compiled_layers(model, found, settings, HOST, self.cache, self._lease, surveys=surveys), found
 
 
 def _why_not(model: torch.nn.Module) -> Reason | None:
