@@ -70,7 +70,6 @@ _A_MODEL = {
     "settings_change": "its settings change on every call",
     "layers_offloaded": "its weights are moved to the device layer by layer (sequential CPU offload)",
     "attentions_asked": "its attention weights are requested, and compiled blocks return none",
-    "generates_text": "it writes text word by word, which is not compiled",
     "groups_offloaded": "its weights are moved to the device group by group (group offloading)",
 }
 
@@ -175,7 +174,7 @@ def counted(number: int, noun: str) -> str:
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""
 
-EXPECTED = frozenset({"slower", "host_bound", "interrupted", "device_busy", "generates_text"})
+EXPECTED = frozenset({"slower", "host_bound", "interrupted", "device_busy"})
 """Codes of what is as it should be: nobody is to be warned of it."""
 
 OF_CUDA_GRAPHS = frozenset({"not_captured"})

@@ -12,7 +12,7 @@ import torch
 
 from ...cache.entry import Use
 from ...cache.graph_cache import GraphCache, shared
-from ...core.compile_settings import CompileSettings, Trouble
+from ...core.compile_settings import CompileSettings
 from ...core.events import log
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
@@ -25,9 +25,6 @@ from .models.streamed import clone_for_compiling, stays_in_place
 from .progress import CompileProgress
 from .versions import leading_node
 from .views import as_view
-
-_CALLS = ("encode", "generate")
-"""Prefixes of the methods that run a CLIP."""
 
 
 def accelerate_clip(
@@ -47,7 +44,7 @@ def accelerate_clip(
     if stays_in_place(view.patcher, cache):
         view.patcher = clone_for_compiling(view.patcher, cache)
         view.cond_stage_model = view.patcher.model
-    return as_view(view, _CALLS, _Encoding(settings, cache, made_by))
+    return as_view(view, ("encode",), _Encoding(settings, cache, made_by))
 
 
 @dataclass(frozen=True)
@@ -63,36 +60,24 @@ class _Encoding:
 
     @contextmanager
     def call(self, clip: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-        called: list[torch.nn.Module] = []
         models = [getattr(part, "transformer", None) for part in clip.cond_stage_model.modules()]
         models = [model for model in models if isinstance(model, torch.nn.Module)]
-        with substituted({model: functools.partial(self._encode, model, called) for model in models}, Order.CACHED):
+        if not models:
+            fallbacks.note(type(clip.cond_stage_model).__name__, Reason("no_block_compilable"))
+        with substituted({model: functools.partial(self._encode, model) for model in models}, Order.CACHED):
             yield
-        if not called:
-            why = Reason("generates_text") if name == "generate" else Reason("no_block_compilable")
-            fallbacks.note(type(clip.cond_stage_model).__name__, why)
 
-    def _encode(
-        self, model: torch.nn.Module, called: list[torch.nn.Module], inner: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """A call of one encoder, its blocks compiled where it reads a prompt; only now are its weights in place."""
-        called.append(model)
-        name, why = type(model).__name__, None
-        if kwargs.get("past_key_values") is not None:  # a call of another shape for each word, and each looked up
-            why = Reason("generates_text")
-        elif is_compiled(model):
-            why = Reason("compiled_already")
-        if why is not None:
-            fallbacks.note(name, why)
+    def _encode(self, model: torch.nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        """A call of one encoder with its blocks compiled; only now are its weights in place."""
+        name = type(model).__name__
+        if is_compiled(model):
+            fallbacks.note(name, Reason("compiled_already"))
             return inner(*args, **kwargs)
         with self.cache.lease() as lease:
             layers = block_layers(model, self.settings, self.cache, lease)
             kinds = count_kinds(layers)
             if not kinds:
-                why = Reason("no_block_compilable")
-                if self.settings.stop_on_trouble:
-                    raise Trouble(f"{name} cannot run compiled: {why}")
-                fallbacks.note(name, why)
+                fallbacks.note(name, Reason("no_block_compilable"))
             given = kwargs.get("embeds")
             if isinstance(given, torch.Tensor) and given.ndim == 3:
                 lease.uses = (Use(name, (), given.shape[0], given.shape[1]),)
