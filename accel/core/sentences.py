@@ -82,17 +82,11 @@ _ADDED_WEIGHTS = {
     "added_to_gaps": "something adds to a weight with gaps in memory",
     "nothing_addable": "nothing can be added to its weights: {error}",
     "lora_changed": "another extension changes a layer's LoRA",
-    "lora_unmerging": "a merged LoRA is being taken out of its weights",
     "lora_dropout": "its LoRA uses dropout",
     "adapter_unknown": "an adapter ({adapter}) does more than add to its layer's weight",
-    "lora_layer_odd": "a LoRA wraps a {layer}, which is not a plain {plain}",
-    "lora_layer_grouped": "a LoRA wraps a grouped convolution",
-    "lora_layer_type": "a LoRA wraps a layer of {type}s of {dtype}",
+    "lora_layer_odd": "a LoRA wraps a {layer} whose weight cannot be added to",
     "lora_variant": "its LoRA {lora} is of another type ({variant})",
     "lora_not_plain": "its LoRA {lora} is not made of plain layers",
-    "lora_types": "its LoRA {lora} is made of {down} and {up}",
-    "lora_bias": "its LoRA {lora} has a bias, and its layer has none",
-    "lora_geometry": "its LoRA {lora} slides over the image differently from its layer",
 }
 
 _CAPTURING = {
