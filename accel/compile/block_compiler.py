@@ -90,7 +90,7 @@ def compile_block(
     try:
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
-        raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
+        raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
     block = _Block(template, kind, call.spec, interrupts, codes, tracing)
     larger_ones = list(_lifted(inputs, call.spec)) if call.any_size and lifts else []
     for given in (*larger_ones, inputs):

@@ -11,7 +11,6 @@ _A_CALL = {
     "stored_otherwise": "how a weight is stored ({type}) changed during the run",
     "changes_shared_memory": "it changes an argument that shares memory with another",
     "reads_option": "it reads {option} from the per-call options",
-    "attention_override": "another node puts something else in the place of attention",
     "patched": "another node patches it ({patch})",
     "attention_replaced": "another node replaces its attention ({patch})",
 }
@@ -28,17 +27,14 @@ _A_MACHINE = {
 
 _A_GRAPH = {
     "changes_list": "it may change a list or dict it is given, and a graph would change a copy",
-    "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",
-    "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
-    "code_changes": "another extension keeps replacing its code during the run",
+    "code_changes": "another extension keeps replacing its code, or what PyTorch's functions do, during the run",
     "part_changed": "another extension has changed a part of it, and it cannot be compiled around that",
     "changes_own": "it changes weights or buffers of its own",
     "keeps_state": "code of another extension in it may keep something from one call to the next",
     "code_unread": "it runs {function} ({file}), which the analysis of its code did not find, so changes there would "
     "go unnoticed",
-    "torch_functions_changed": "another extension changes what PyTorch's functions do during its calls",
     "no_graph_fits": "none of its {graphs} graphs fits this call",
     "cache_entries_full": "the graph cache is full: all block types that it may hold ({kinds}) are in use",
     "cache_bytes_full": "the graphs of this run need more than the memory limit of {megabytes} MB",
@@ -56,37 +52,21 @@ _A_MODEL = {
     "forward_replaced": "another extension has replaced its forward",
     "indescribable": "{what}",
     "too_few_blocks": "the model has fewer than {least} blocks like it",
-    "no_blocks": "it has no repeated blocks",
-    "no_block_compilable": "none of its repeated blocks can be compiled",
     "no_block_runs": "its {part} runs no repeated block that can be compiled",
+    "no_blocks": "it has no repeated blocks that can be compiled",
     "compiled_already": "all or part of it is already compiled as a whole",
-    "compiled_by_others": "another extension already compiles all or part of it",
-    "compiled_whole_by_others": "another extension compiles it as a whole",
     "compiled_around": "another node compiles the model, or parts of it, with torch.compile, and Accel leaves it to "
     "that: remove one of the two nodes",
-    "network_compiled_already": "all or part of its network is already compiled as a whole",
-    "no_network": "it has no network named {names}",
-    "odd_network": "its network is a {type}",
+    "no_network": "it has no network that can be compiled",
     "settings_change": "its settings change on every call",
-    "layers_offloaded": "its weights are moved to the device layer by layer (sequential CPU offload)",
+    "layers_offloaded": "its weights are moved to the device part by part (sequential CPU offload, group offloading)",
     "attentions_asked": "its attention weights are requested, and compiled blocks return none",
-    "groups_offloaded": "its weights are moved to the device group by group (group offloading)",
 }
 
 _ADDED_WEIGHTS = {
-    "layer_replaced": "its {layer} was replaced after the model was analysed",
-    "layer_wrapped_twice": "its {layer} is wrapped in two ways",
-    "wrapped_layer_read": "its {layer} is wrapped, and {reader} reads weights of its parts",
-    "wrapped_weight_shared": "a {layer} in it is wrapped, and its weight is used elsewhere too",
-    "added_to_no_bias": "something adds to the bias of a layer without one",
-    "added_to_gaps": "something adds to a weight with gaps in memory",
-    "nothing_addable": "nothing can be added to its weights: {error}",
+    "layer_wrapped": "its {layer} {how}",
+    "not_addable": "what is added to its weights cannot be added while it runs compiled: {why}",
     "lora_changed": "another extension changes a layer's LoRA",
-    "lora_dropout": "its LoRA uses dropout",
-    "adapter_unknown": "an adapter ({adapter}) does more than add to its layer's weight",
-    "lora_layer_odd": "a LoRA wraps a {layer} whose weight cannot be added to",
-    "lora_variant": "its LoRA {lora} is of another type ({variant})",
-    "lora_not_plain": "its LoRA {lora} is not made of plain layers",
 }
 
 _CAPTURING = {

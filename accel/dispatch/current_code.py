@@ -109,7 +109,7 @@ class CurrentCode:
         else:
             holds = self._now is not None and self._now.survey.code.is_current() and self._is_set_as_before(block)
         if any(type(mode) is not self._device_mode for mode in self._modes()):  # a default device changes no graph
-            self._put(None, Reason("torch_functions_changed"))
+            self._put(None, Reason("code_changes"))
         elif not holds:
             self._put(self._found(), Reason("code_changes"))
         if self._between and (begins or not holds):

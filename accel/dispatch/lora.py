@@ -81,20 +81,22 @@ class AddedWeights:
         bare: set[torch.nn.Module] = set()
         for (parent, _, name), layer, child in zip(self._places, self._layers, children, strict=True):
             if child is None or wrapped_layers.shown(child, self._wraps) is not layer:
-                return Reason("layer_replaced", layer=name)
+                return Reason("layer_wrapped", layer=name, how="was replaced after the model was analysed")
             if child is layer:
                 bare.add(layer)
                 continue
             if wrapped.setdefault(layer, child) is not child:
-                return Reason("layer_wrapped_twice", layer=name)
+                return Reason("layer_wrapped", layer=name, how="is wrapped in two ways")
             if _may_read_weights(parent):
-                return Reason("wrapped_layer_read", layer=name, reader=type(parent).__name__)
+                how = f"is wrapped, and {type(parent).__name__} reads weights of its parts"
+                return Reason("layer_wrapped", layer=name, how=how)
         owners = [id(tensor) for layer in self._indices for tensor in layer._parameters.values() if tensor is not None]
         for layer in wrapped:
             shared = any(owners.count(id(tensor)) > 1 for tensor in layer._parameters.values())
             is_read = not isinstance(layer, OpaqueLayer)
             if layer in bare or shared or (is_read and self._indices[layer][0] is None):
-                return Reason("wrapped_weight_shared", layer=type(layer).__name__)
+                how = "is wrapped, and its weight is used elsewhere too"
+                return Reason("layer_wrapped", layer=type(layer).__name__, how=how)
         return None
 
 
@@ -112,10 +114,10 @@ def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.
                 made[weight] = _plus(made[weight], item)
                 if item.bias is not None:
                     if bias is None:
-                        raise RunEagerly(Reason("added_to_no_bias"))
+                        raise RunEagerly(Reason("not_addable", why="a layer has no bias"))
                     made[bias] = made[bias] + (item.bias * item.scale).to(made[bias].dtype)
     except RuntimeError as error:  # another device or shape, too little memory
-        reason = Reason("nothing_addable", error=one_line(error))
+        reason = Reason("not_addable", why=one_line(error))
     else:
         return made
     raise RunEagerly(reason)  # outside of the handler, whose exception would keep the weights made so far
@@ -133,7 +135,7 @@ def _plus(weight: torch.Tensor, item: LowRank) -> torch.Tensor:
         return torch.addmm(weight.flatten(1), up, down, alpha=scale).view(weight.shape)
     plus = torch.add(weight, (up @ down).view(weight.shape), alpha=scale).to(weight.dtype)
     if plus.stride() != weight.stride():
-        raise RunEagerly(Reason("added_to_gaps"))
+        raise RunEagerly(Reason("not_addable", why="a weight has gaps in memory"))
     return plus
 
 

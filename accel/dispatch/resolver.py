@@ -115,7 +115,7 @@ class GraphResolver:
                 self._cache.stateful_blocks.add(code)
             raise
         except torch.OutOfMemoryError as error:
-            reason = Reason("compile_out_of_memory", error=one_line(error))
+            reason = Reason("compile_failed", error=f"out of memory: {one_line(error)}")
         else:
             return self._resolved(call, entry, graph, observer is not None and observer.may_capture)
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
@@ -179,7 +179,7 @@ class GraphResolver:
         try:
             template = self._template()
         except Exception as error:
-            raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
+            raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
         if not self._kind_unchanged(self._region):
             raise NoGraph(call.key, Reason("code_changes"))
         codes = self._region.codes

@@ -122,7 +122,7 @@ def test_model_without_repeated_blocks_is_told_or_stops(caplog):
     assert "Conv2d runs uncompiled: it has no repeated blocks" in caplog.text
     with warm.lease() as lease:
         assert Run(settings, warm, lease)._state_of(model, {}).kinds == 0
-        with pytest.raises(Trouble, match="Conv2d cannot run compiled: none of its repeated blocks"):
+        with pytest.raises(Trouble, match="Conv2d cannot run compiled: it has no repeated blocks"):
             Run(replace(settings, stop_on_trouble=True), warm, lease)._state_of(model, {})
 
 

@@ -208,7 +208,7 @@ def test_override_that_gives_something_else_than_attention_runs_with_uncompiled_
 
     expected, own = tiny._sample(overridden(tiny.model, odd), 0), len(calls)
     assert torch.equal(sampled(functools.partial(overridden, override=odd)), expected)
-    assert "something else in the place of attention" in str(fallbacks.rows())
+    assert "another node replaces its attention" in str(fallbacks.rows())
     assert len(calls) < 3 * own
     fallbacks._calls.clear()
     tiny.assert_same(functools.partial(overridden, override=halved))
@@ -271,7 +271,7 @@ def test_replacement_that_gives_something_else_than_attention_runs_with_uncompil
 
     expected = tiny._sample(odd(tiny.model), 0)
     assert torch.equal(tiny._sample(accelerate(odd(tiny.model), SETTINGS, tiny.cache), 0), expected)
-    assert "something else in the place of attention" in str(fallbacks.rows())
+    assert "another node replaces its attention" in str(fallbacks.rows())
 
 
 def test_image_prompt_beside_another_attention(flagged):

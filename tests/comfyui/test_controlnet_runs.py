@@ -171,7 +171,7 @@ def test_network_that_is_compiled_already_is_left_to_whoever_compiled_it(by_othe
     net.control_model = by_others(net.control_model)
     assert_same_image((net, 0.8, 0.0, 1.0))
     reasons = {row["reason"] for row in fallbacks.rows()}
-    assert reasons == {"all or part of its network is already compiled as a whole"}
+    assert reasons == {"all or part of it is already compiled as a whole"}
 
 
 def test_network_of_which_no_block_can_be_compiled_runs_as_it_is_and_says_so():
@@ -179,7 +179,7 @@ def test_network_of_which_no_block_can_be_compiled_runs_as_it_is_and_says_so():
     for _, block in blocks(net.control_model):
         block.forward = functools.partial(block.forward)  # as an extension replaces it
     assert_same_image((net, 0.8, 0.0, 1.0))
-    assert [row["reason"] for row in fallbacks.rows()] == ["none of its repeated blocks can be compiled"]
+    assert [row["reason"] for row in fallbacks.rows()] == ["it has no repeated blocks that can be compiled"]
 
 
 def test_control_net_whose_streamed_weights_cannot_be_taken_says_so(monkeypatch, caplog):

@@ -242,12 +242,7 @@ def hooked(unet):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        (dora, "another type"),
-        (lokr, "lokr"),
-        (in_groups, "whose weight cannot be added to"),
-        (hooked, "another extension changes"),
-    ],
+    [(dora, "another type"), (lokr, "lokr"), (in_groups, "not a plain one"), (hooked, "another extension changes")],
 )
 def test_adapter_that_is_no_sum_of_weights_runs_as_it_is_with_the_reason(sdxl, change, reason):
     kept = copy.deepcopy(sdxl.model)

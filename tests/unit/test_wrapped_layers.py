@@ -147,7 +147,7 @@ def learn(block):
 
 def misfit(block):
     wrap(block).conv.up = nn.Conv2d(2, 5, 1).requires_grad_(False)
-    return "nothing can be added to its weights"
+    return "what is added to its weights cannot be added"
 
 
 @pytest.mark.parametrize("change", [replace, refuse, learn, misfit])

@@ -147,7 +147,7 @@ _REPLACEMENTS = {name: {BLOCK: Replacement(name)} for name in REPLACED}
 def require_known(function: Any) -> None:
     """Raise RunEagerly for a function that is known to give something else than attention does."""
     if getattr(function, "__func__", function) in _odd:
-        raise RunEagerly(Reason("attention_override"))
+        raise RunEagerly(Reason("attention_replaced", patch=OVERRIDE))
 
 
 def replacement(name: str, options: dict[str, Any]) -> dict[tuple, Replacement]:
@@ -308,4 +308,4 @@ def _odd_result(function: Any, _what: str) -> RunEagerly:
     """The exception for what the function gave; it is remembered. None for core's own place."""
     if function is not None:
         _odd.add(getattr(function, "__func__", function))
-    return RunEagerly(Reason("attention_override"))
+    return RunEagerly(Reason("attention_replaced", patch=OVERRIDE))

@@ -63,7 +63,7 @@ class _Encoding:
         models = [getattr(part, "transformer", None) for part in clip.cond_stage_model.modules()]
         models = [model for model in models if isinstance(model, torch.nn.Module)]
         if not models:
-            fallbacks.note(type(clip.cond_stage_model).__name__, Reason("no_block_compilable"))
+            fallbacks.note(type(clip.cond_stage_model).__name__, Reason("no_blocks"))
         with substituted({model: functools.partial(self._encode, model) for model in models}, Order.CACHED):
             yield
 
@@ -77,7 +77,7 @@ class _Encoding:
             layers = block_layers(model, self.settings, self.cache, lease)
             kinds = count_kinds(layers)
             if not kinds:
-                fallbacks.note(name, Reason("no_block_compilable"))
+                fallbacks.note(name, Reason("no_blocks"))
             given = kwargs.get("embeds")
             if isinstance(given, torch.Tensor) and given.ndim == 3:
                 lease.uses = (Use(name, (), given.shape[0], given.shape[1]),)

@@ -44,7 +44,7 @@ _ADVICE = {
     **dict.fromkeys(
         ("cache_entries_full", "cache_bytes_full"), "Raise the graph cache's limits in the settings, under Accel."
     ),
-    **dict.fromkeys(("patched", "attention_replaced", "attention_override"), "Without that patch they run compiled."),
+    **dict.fromkeys(("patched", "attention_replaced"), "Without that patch they run compiled."),
     **dict.fromkeys(("compiled_around", *OF_THE_MACHINE), ""),
 }
 """By the code of a reason, or by the reason itself; empty where it says what to do by itself."""

@@ -68,7 +68,7 @@ def moved_in_parts(model: torch.nn.Module) -> Reason | None:
             return Reason("layers_offloaded")
         hooks = getattr(part.__dict__.get(_DIFFUSERS_HOOK), "hooks", {})
         if any("group_offload" in name for name in hooks):
-            return Reason("groups_offloaded")
+            return Reason("layers_offloaded")
     return None
 
 

@@ -111,7 +111,7 @@ class _Reader:
             reason = Reason("lora_changed")
         if reason is None and type(dropout) is not torch.nn.Identity:
             if dropout.training or type(dropout) is not torch.nn.Dropout:
-                reason = Reason("lora_dropout")
+                reason = Reason("not_addable", why="a LoRA uses dropout")
         if reason is not None:
             raise RunEagerly(reason)
         weights = up._parameters
@@ -124,11 +124,11 @@ def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
     lora = sys.modules.get("peft.tuners.lora.layer")
     plain = _LAYERS.get(cls.__name__)
     if plain is None or cls is not getattr(lora, cls.__name__, None):
-        return Reason("adapter_unknown", adapter=f"{cls.__module__}.{cls.__qualname__}")
+        return Reason("not_addable", why=f"{cls.__module__}.{cls.__qualname__} is not known")
     is_plain = _computes_as(base, plain) and not getattr(wrapper, "fan_in_fan_out", False)
     is_plain = is_plain and getattr(base, "groups", 1) == 1
     if not is_plain or type(base.weight) is not torch.nn.Parameter or base.weight.dtype not in _FLOATS:
-        return Reason("lora_layer_odd", layer=type(base).__name__)
+        return Reason("not_addable", why=f"a LoRA wraps a {type(base).__name__} that is not a plain one")
     return None
 
 
@@ -138,7 +138,8 @@ def _not_plain(
     """Why the adapter adds something else than the product of its two matrices; None if it does not."""
     variant = getattr(wrapper, "lora_variant", {}).get(name)
     if variant is not None or getattr(wrapper, "use_dora", {}).get(name):
-        return Reason("lora_variant", lora=name, variant="DoRA" if variant is None else type(variant).__name__)
+        other = "DoRA" if variant is None else type(variant).__name__
+        return Reason("not_addable", why=f"the LoRA {name} is of another type ({other})")
     plain = _LAYERS[type(wrapper).__name__]
     is_product = _computes_as(down, plain) and _computes_as(up, plain) and down.bias is None
     is_product = is_product and down.weight.dtype is up.weight.dtype and down.weight.dtype in _FLOATS
@@ -146,7 +147,7 @@ def _not_plain(
     if is_product and plain is not torch.nn.Linear:
         same = all(getattr(down, part) == getattr(base, part) for part in _GEOMETRY)
         is_product = same and set(up.kernel_size) == set(up.stride) == {1} and set(up.padding) == {0} and up.groups == 1
-    return None if is_product else Reason("lora_not_plain", lora=name)
+    return None if is_product else Reason("not_addable", why=f"the LoRA {name} is not the product of two plain layers")
 
 
 def _computes_as(layer: torch.nn.Module, plain: type[torch.nn.Module]) -> bool:

@@ -191,7 +191,7 @@ class _Acceleration:
     def _place(self, name: str, model: torch.nn.Module) -> None:
         self._models[name] = weakref.ref(model)
         if not component_call.place(model, self._settings, self._cache, self):
-            fallbacks.note(type(model).__name__, Reason("compiled_whole_by_others"))
+            fallbacks.note(type(model).__name__, Reason("compiled_already"))
 
     def _take_away(self, name: str) -> None:
         model = self._models.pop(name)()

@@ -99,7 +99,7 @@ class Run:
 
 def _why_not(model: torch.nn.Module) -> Reason | None:
     if is_compiled(model):
-        return Reason("compiled_by_others")
+        return Reason("compiled_already")
     return moved_in_parts(model)
 
 

@@ -162,7 +162,7 @@ class Run:
                     fallbacks.note(name, why, how="without Accel")
                 else:
                     layers = block_layers(model, self._settings, self._cache, self._lease)
-                    why = Reason("no_block_compilable")
+                    why = Reason("no_blocks")
                 kinds = count_kinds(layers)
                 if self._settings.stop_on_trouble and not kinds:
                     raise Trouble(f"{name} cannot run compiled: {why}")

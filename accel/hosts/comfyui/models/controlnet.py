@@ -138,12 +138,10 @@ class _Calls:
 
 
 def _why_not(network: Any) -> Reason | None:
-    if network is None:
-        return Reason("no_network", names=", ".join(_NETWORKS))
     if not isinstance(network, torch.nn.Module) or type(type(network)) is not type:
-        return Reason("odd_network", type=type(network).__name__)
+        return Reason("no_network")
     if is_compiled(network):
-        return Reason("network_compiled_already")
+        return Reason("compiled_already")
     return None
 
 
@@ -178,7 +176,7 @@ class _ControlRun:
             self.calls = WholeCalls(type(self.network).__name__, layers, cache, settings)
             log.debug("%d blocks that set their own settings stay eager", len(unsteady))
             if not self._kinds:
-                fallbacks.note(type(self.network).__name__, Reason("no_block_compilable"))
+                fallbacks.note(type(self.network).__name__, Reason("no_blocks"))
         with self._progress.during_call(self._kinds, self._node_id), self.calls.in_place((latent, *given)):
             yield
 

@@ -111,7 +111,7 @@ def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         if not is_transformer_options(options):
             return options
         if options.get(OVERRIDE) is not None:
-            raise RunEagerly(Reason("attention_override"))
+            raise RunEagerly(Reason("attention_replaced", patch="optimized_attention_override"))
         for patches in (options.get("patches"), options.get("patches_replace")):
             name = next((name for name, given in (patches or {}).items() if given), None)
             if name is not None:
