@@ -120,7 +120,9 @@ DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "2.7", "without
 TRANSFORM = Internal(
     "torch._C._functorch", "peek_interpreter_stack", "2.7", "blocks that torch.func has called stay eager"
 )
-TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
+TENSOR_GUARDS = Internal(
+    "torch._C._dynamo.guards", "TensorGuards", "2.7", "each call of a block is described anew, slower"
+)
 FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", "2.7", _EAGERLY)
 INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", "2.7", "graphs are not saved")
 AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", "2.7", "graphs are not saved")

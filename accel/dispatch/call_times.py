@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -21,9 +20,8 @@ PACE = 1.03
 CALLS = 3
 """Calls that are timed with stand-ins, and as many without; of each the least time counts."""
 
-FASTER, LEANING, CLOSE, RUNS = 0.98, 0.02, 0.05, 20
-"""Calls are made without stand-ins unless they take less than FASTER times as long with them, where another decision
-than the last one takes LEANING more. What is as CLOSE to it is timed anew after so many RUNS."""
+FASTER = 0.98
+"""Calls are made without stand-ins unless they take less than so many times as long with them."""
 
 _thread_time = time.perf_counter if sys.platform == "win32" else time.thread_time
 """Windows counts a thread's time in steps of 15.6 ms, more than a call takes."""
@@ -62,36 +60,20 @@ class CallTime:
         return self.device < PACE * self.wall
 
 
-@dataclass(frozen=True)
-class Decision:
-    """How calls of one size are made.
-
-    verdict: why without any stand-in; None where with them. ratio: of compiled calls' time to uncompiled ones'; None
-    where the device is what compiled ones wait for, so that the verdicts of their blocks stand.
-    """
-
-    verdict: Reason | None = None
-    ratio: float | None = None
-
-
 class CallTimes:
-    """Times of a model's calls of one size, in all runs.
+    """Times of a model's calls of one size, in all runs, and what follows from them.
 
-    decision: the last one; None before the first. is_due: calls are to be timed for a decision.
+    is_due: calls are to be timed. verdict: why they are then made without any stand-in; None where with them, as where
+    the device is what compiled ones wait for, so that the verdicts of their blocks stand.
     wall: seconds that a call takes, where it waits for Python; 0 where that is not known.
     spared: how many times as long as the device works in it; None until that is known.
     """
 
     def __init__(self) -> None:
-        self.decision: Decision | None = None
         self.is_due = True
+        self.verdict: Reason | None = None
         self.wall, self.spared = 0.0, None
-        self._runs = 0
         self._seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-
-    @property
-    def verdict(self) -> Reason | None:
-        return None if self.decision is None else self.decision.verdict
 
     @property
     def next_is_bare(self) -> bool:
@@ -99,29 +81,21 @@ class CallTimes:
         # Not simply by turns: else every other call of a kind would count one way.
         return sum(map(len, self._seconds.values())) % 4 in (1, 2)
 
-    def begin_run(self) -> None:
-        self._runs += 1
-        ratio = None if self.decision is None else self.decision.ratio
-        if self._runs > RUNS and ratio is not None and abs(ratio - FASTER) < CLOSE:
-            self.is_due, self._runs, self._seconds = True, 0, {True: [], False: []}
-
     def add(self, call: CallTime, is_bare: bool) -> None:
         """A timed call."""
         if not is_bare and not call.device_waited:
-            self.decision, self.is_due, self.spared = Decision(), False, 1.0
+            self.is_due, self.spared = False, 1.0
             return
         least = 0.0 if call.device_waited else call.device
         self._seconds[is_bare].append((max(call.thread, least), max(call.wall, least)))
         if min(map(len, self._seconds.values())) < CALLS:
             return
         compiled, normal = (list(map(min, zip(*self._seconds[way], strict=True))) for way in (False, True))
-        last = self.decision
-        leaning = 0 if last is None or last.ratio is None else LEANING if last.verdict is None else -LEANING
         # A clock may stand still in a call.
         ratio = max(one / other for one, other in zip(compiled, normal, strict=True) if other)
         slow = Reason("host_bound", compiled=f"{compiled[-1] * 1e3:.1f}", normal=f"{normal[-1] * 1e3:.1f}")
-        verdict, self.wall = (None, compiled[-1]) if ratio < FASTER + leaning else (slow, normal[-1])
-        self.decision, self.is_due = Decision(verdict, ratio), False
+        self.verdict, self.wall = (None, compiled[-1]) if ratio < FASTER else (slow, normal[-1])
+        self.is_due = False
 
     def add_unspared(self, call: CallTime) -> None:
         """A call that CUDA graphs would spare Python's part of: timed as it is, then behind a pause."""

@@ -171,7 +171,6 @@ class _Known:
         self.left, self.called, self.looks = left, called, self.looks + 1
 
     def begin_run(self) -> None:
-        self.times.begin_run()
         if self.left and None in self.left.values():  # which may be otherwise in this run
             self.left = None
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..core import torch_internals
-from ..core.reasons import current_transform, is_autocast_on
 from . import tree_spec
 from .tree_spec import Spec
 
@@ -135,54 +134,22 @@ TensorGuard = Callable[..., bool]
 """Takes as many tensors as there were examples. True if each has the class, sizes, strides, dtype and device of its
 example, none comes twice, and torch is in the same mode as then: autocast, inference mode, dispatch modes.
 It does not check `torch.is_grad_enabled`. It is False for anything else in place of a tensor, and always if the
-examples cannot be described."""
+examples cannot be described, or this version of torch does not have what is asked."""
 
 
 def tensor_guard(examples: Sequence[torch.Tensor]) -> TensorGuard:
-    """A guard for tensors like these; it keeps none of them alive.
-
-    It is the one with which dynamo guards compiled code, four times as fast as asking in Python; if this version of
-    torch does not have it, or it does not do what is needed here, the guard is written in Python.
-    """
+    """A guard for tensors like these: the one with which dynamo guards compiled code; it keeps none of them alive."""
     if has_native_guard():
         try:
-            return _native(examples)
+            return _guard(examples)
         except Exception:  # a layout without strides, say
             pass
-    return _portable(examples)
+    return lambda *tensors: False
 
 
-def _native(examples: Sequence[torch.Tensor]) -> TensorGuard:
+def _guard(examples: Sequence[torch.Tensor]) -> TensorGuard:
     guards = torch_internals.TENSOR_GUARDS.get()
     return guards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-
-
-def _portable(examples: Sequence[torch.Tensor]) -> TensorGuard:
-    classes, mode = list(map(type, examples)), _mode()
-    try:
-        known = list(map(_described, examples))
-    except Exception:  # a tensor subclass without strides, say
-        return lambda *tensors: False
-
-    def check(*tensors: torch.Tensor) -> bool:
-        return (
-            len(set(map(id, tensors))) == len(tensors)
-            and list(map(type, tensors)) == classes
-            and list(map(_described, tensors)) == known
-            and _mode() == mode
-        )
-
-    return check
-
-
-def _described(tensor: torch.Tensor) -> tuple:
-    strides = tensor.stride() if tensor.layout is torch.strided else None
-    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
-
-
-def _mode() -> tuple:
-    modes = getattr(torch._C, "_len_torch_dispatch_stack", int)()
-    return bool(is_autocast_on()), torch.is_inference_mode_enabled(), modes, current_transform() is not None
 
 
 @functools.cache
@@ -199,7 +166,7 @@ def has_native_guard() -> bool:
         None,
     )
     try:
-        check = _native((plain, other))
+        check = _guard((plain, other))
         if not check(other, plain) or check(plain, plain) or any(check(plain, odd) for odd in unlike):
             return False
         with torch.autocast("cpu", torch.bfloat16):
