@@ -19,7 +19,6 @@ from ..fingerprint.plain_values import is_plain_object
 from ..modules.code_owner import package_of
 
 _DICTS = (dict, OrderedDict, defaultdict)
-_CONTAINERS = (*_DICTS, list, set)
 _CACHE = type(functools.lru_cache(lambda: None))
 _DEPTH = 4
 """Levels of nested containers that are searched."""
@@ -33,23 +32,22 @@ def global_state_restored(packages: Collection[str], foreign: Callable[[Any], bo
         former content back; all others stay as they are.
     """
     before = [(namespace, dict(vars(namespace))) for namespace in _namespaces(packages)]
-    containers: dict[int, Any] = {}
-    for _, names in before:
-        for value in names.values():
-            _collect(value, containers)
+    held = [part for _, names in before for value in names.values() for part in _within(value)]
+    containers = {id(part): part for part in held if type(part) in (*_DICTS, list, set)}
     contents = [(container, container.copy()) for container in containers.values()]
     try:
         yield
     finally:
         for container, content in contents:
-            if _refers_to(container, foreign):
-                _refill(container, content)
+            if any(map(foreign, _within(container))):
+                container.clear()
+                container.extend(content) if type(container) is list else container.update(content)
         for namespace, names in before:
             for name, value in list(vars(namespace).items()):
-                if _refers_to(value, foreign):
+                if any(map(foreign, _within(value))):
                     setattr(namespace, name, names[name]) if name in names else delattr(namespace, name)
         for cache in _caches([namespace for namespace, _ in before]):
-            if any(_refers_to(part, foreign) for part in gc.get_referents(cache)):
+            if any(foreign(value) for part in gc.get_referents(cache) for value in _within(part)):
                 cache.cache_clear()
 
 
@@ -78,33 +76,15 @@ def _namespaces(packages: Collection[str]) -> list[Any]:
     return [*modules, *classes.values()]
 
 
-def _collect(value: Any, containers: dict[int, Any], depth: int = _DEPTH) -> None:
-    """Add the containers within a value and within plain objects, by id."""
-    if depth == 0 or id(value) in containers:
-        return
-    if type(value) in _CONTAINERS:
-        containers[id(value)] = value
-        for item in value.values() if type(value) in _DICTS else value:
-            _collect(item, containers, depth - 1)
-    elif type(value) is tuple:
-        for item in value:
-            _collect(item, containers, depth - 1)
-    elif is_plain_object(value):
-        _collect(vars(value), containers, depth - 1)
-
-
-def _refers_to(value: Any, foreign: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
-    if foreign(value):
-        return True
+def _within(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """The value and all that is in it: items of containers, and attributes of plain objects."""
+    yield value
     if depth == 0:
-        return False
-    if type(value) in _DICTS:
-        return any(_refers_to(item, foreign, depth - 1) for pair in list(value.items()) for item in pair)
-    if issubclass(type(value), (list, tuple, set)):
-        return any(_refers_to(item, foreign, depth - 1) for item in list(value))
-    return False
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if type(container) is list else container.update(content)
+        return
+    inside: Any = vars(value) if is_plain_object(value) else value
+    if type(inside) in _DICTS:
+        inside = (*inside, *inside.values())
+    elif not issubclass(type(inside), (list, tuple, set)):
+        return
+    for part in tuple(inside):
+        yield from _within(part, depth - 1)
