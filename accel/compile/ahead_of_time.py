@@ -10,17 +10,29 @@ from typing import Any
 
 import torch
 
-from ..core import torch_internals
+from ..core import toolchain, torch_internals
+from ..core.reasons import Reason
 from . import generated_code
-from .backend import Artifact, NotSavable, TorchBackend
+from .backend import Artifact, NotSavable
 
 
-class AheadOfTime(TorchBackend):
-    """Compiles ahead of time and saves nothing."""
+class AheadOfTime:
+    """A backend of torch's that saves nothing."""
 
-    needs = torch_internals.AHEAD_OF_TIME
+    is_faster = False
+    load = None
 
-    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
+    def __init__(self, name: str | Callable):
+        """name: one that torch knows, such as "eager", or a function as `torch.compile` takes it."""
+        self.name = name
+
+    def missing(self, device: str | None = None) -> Reason | None:
+        lacking = torch_internals.lacking(torch_internals.AHEAD_OF_TIME)
+        if lacking is not None:
+            return Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
+        return toolchain.lacking(device) if self.is_faster and device else None
+
+    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
         with generated_code.collected() as modules:
             compiled = compile_function(function, tensors, _in_process(self.name))
         return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules))
@@ -46,9 +58,10 @@ def artifact_of(
     scope: globals of the function that was traced, in which torch keeps what it compiled; of a loaded one its own.
     modules: the generated code that it runs.
     """
-    check = compiled._artifacts.guard_manager.check
-    cells = compiled.prepare_f_locals()
-    call = compiled.fn
+    check, call = compiled._artifacts.guard_manager.check, compiled.fn
+    # Guards ask for the values of the function's free variables by name.
+    names = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
+    cells = {name: cell.cell_contents for name, cell in names}
     generated_code.ask_sizes_directly(call.__globals__)
 
     def guards(tensors: Sequence[torch.Tensor]) -> bool:

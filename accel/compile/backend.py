@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core import toolchain, torch_internals
 from ..core.reasons import Reason
 
 
@@ -60,35 +59,12 @@ class Backend(Protocol):
         device: None asks of torch alone.
         """
 
-    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
+    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
         """Compile `function(*tensors)`: a block's weights, then the inputs of a call.
 
         The code must draw random numbers as the function does. The function has a code object and globals of its own.
         The tensors are examples, of which nothing may be kept. Weights may be the model's own and must not be written
         to; inputs have no defined values. Dimensions marked by `torch._dynamo.maybe_mark_dynamic` may have any size in
         later calls. `guards` must refuse the sizes for which the code is wrong; those that torch itself fixes while it
-        traces the function are refused already (`specialization.TracedSizes`).
-
-        savable: the caller is going to save the artifact if it can.
+        traces the function are refused already (`specialization.Trace.fixed`).
         """
-
-
-class TorchBackend:
-    """What torch's own backends have in common: they name what they ask of torch and of the machine.
-
-    needs: private names of torch without which it cannot compile.
-    """
-
-    is_faster = False
-    load = None
-    needs: tuple[torch_internals.Internal, ...]
-
-    def __init__(self, backend: str | Callable):
-        """backend: one that torch knows by name, such as "eager", or a function as `torch.compile` takes it."""
-        self.name = backend
-
-    def missing(self, device: str | None = None) -> Reason | None:
-        lacking = torch_internals.lacking(self.needs)
-        if lacking is not None:
-            return Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
-        return toolchain.lacking(device) if self.is_faster and device else None

@@ -99,7 +99,7 @@ def compile_block(
         try:
             with _released(examples):
                 tensors = (*_example_weights(weights, kind), *examples)
-                artifact, fixed = _compile(block, tensors, call.any_size, compiler, savable, trace)
+                artifact, fixed = _compile(block, tensors, call.any_size, compiler, trace)
             break
         except CompileFailed as failed:
             if given is inputs or failed.reason.code != "compile_failed" or trace.is_whole:
@@ -120,7 +120,7 @@ def compile_block(
         grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, given)),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
-    return _graph(artifact, facts, block, template)
+    return _graph(artifact, facts, block, template if savable else None)
 
 
 def load_block(
@@ -190,7 +190,7 @@ class _Block:
         examples, _ = _examples(tensors[count:], devices, True)
         with self.tracing(), _released(examples):
             given = (*_example_weights(tensors[:count], self.kind), *examples)
-            artifact, _ = _compile(self, given, True, backend_named("eager"), False, trace, is_kept=False)
+            artifact, _ = _compile(self, given, True, backend_named("eager"), trace, is_kept=False)
         artifact.release()
         emit("block_traced", name=self.kind.name)  # so that who counts torch's graphs can leave this one out
         return trace
@@ -239,7 +239,6 @@ def _compile(
     tensors: Sequence[torch.Tensor],
     any_size: bool,
     backend: Backend,
-    savable: bool,
     trace: Trace,
     is_kept: bool = True,
 ) -> tuple[Artifact, tuple[tuple[int, int, int], ...]]:
@@ -254,7 +253,7 @@ def _compile(
         try:
             devices = (tensor.device for tensor in tensors)
             with _one_at_a_time, random_numbers_kept(devices), _tracing(any_size, oblivious):
-                return backend.compile(function, tensors, savable), trace.fixed(tensors)
+                return backend.compile(function, tensors), trace.fixed(tensors)
         except Exception as error:
             pass_on(error, (*block.interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
@@ -445,7 +444,6 @@ def _tracing(dynamic: bool, oblivious: bool):
         config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
         _repeated_at_any_size(),
         _slices_as_defaults(),
-        _sizes_among_numbers(),
     ):
         yield
 
@@ -467,60 +465,6 @@ def _repeated_at_any_size():
         torch.Tensor.repeat_interleave = own
         if is_inherited:
             del torch.Tensor.repeat_interleave
-
-
-def _stepped(start: int, stop: int, step: int) -> list[int]:
-    """`range(start, stop, step)`, of which torch would fix all three; so it fixes only how many numbers there are."""
-    if step == 0:
-        raise ValueError("range() arg 3 must not be zero")
-    numbers = []
-    while (start < stop) if step > 0 else (start > stop):
-        numbers.append(start)
-        start = start + step
-    return numbers
-
-
-def _linspace(start: float, end: float, steps: int, *, dtype=None, device=None) -> torch.Tensor:
-    """`torch.linspace`, as its own kernels compute it, of any number of steps: torch would fix it."""
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    index = torch.arange(steps, dtype=exact, device=device)
-    step = (end - start) / max(steps - 1, 1)
-    from_start = index < max(steps // 2, 1)
-    positions = torch.where(from_start, start + step * index, end - step * (steps - 1 - index))
-    return positions.to(torch.get_default_dtype() if dtype is None else dtype)
-
-
-@contextmanager
-def _sizes_among_numbers():
-    """A context in which functions that take a size as a plain number are traced for any, where torch would fix it."""
-    kinds = torch_internals.BUILTINS.get(None), torch_internals.TORCH_FUNCTIONS.get(None)
-    if None in kinds:
-        yield
-        return
-    own = [kind.call_function for kind in kinds]
-
-    def replaced(value: Any, call: Callable) -> Callable:
-        def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            function = getattr(self, value)
-            given = {type(arg.realize()).__name__ for arg in (*args, *kwargs.values())}
-            if "SymNodeVariable" in given and "TensorVariable" not in given:
-                if function is range and len(args) == 3:
-                    return self.build(tx, _stepped).call_function(tx, args, kwargs)
-                dtype = kwargs["dtype"].as_python_constant() if "dtype" in kwargs else None
-                is_like = kwargs.keys() <= {"steps", "dtype", "device"} and (dtype is None or dtype.is_floating_point)
-                if function is torch.linspace and is_like:
-                    return self.build(tx, _linspace).call_function(tx, args, kwargs)
-            return call(self, tx, args, kwargs)
-
-        return call_function
-
-    for kind, value, call in zip(kinds, ("fn", "value"), own, strict=True):
-        kind.call_function = replaced(value, call)
-    try:
-        yield
-    finally:
-        for kind, call in zip(kinds, own, strict=True):
-            kind.call_function = call
 
 
 @contextmanager

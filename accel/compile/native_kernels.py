@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import ast
 import base64
-import contextlib
-import functools
 import hashlib
 import inspect
-import shutil
-import sys
-import tempfile
-import time
 import types
 import zlib
 from collections.abc import Sequence
@@ -25,18 +19,12 @@ from typing import Any
 
 from ..core import torch_internals
 
-FOLDER_PREFIX = "comfy-accel-"
-"""Prefix of temporary folders from which libraries are loaded."""
-
-_WEEK = 7 * 86400.0
-"""Seconds."""
-
 
 def built_kernel(packed: str, end: str):
     """The function `kernel` of an extension module. packed: its compressed bytes as text. end: of its file's name.
 
-    Copied into generated code, so it imports what it uses. A library is loaded once in a process, from a folder that no
-    other user can enter; its file is then deleted, where the system deletes loaded libraries (`delete_leftovers`).
+    Copied into generated code, so it imports what it uses. A library is loaded once in a process, from a file in the
+    cache where torch has those that it builds.
 
     Raises:
         ImportError, OSError: this system cannot load it.
@@ -45,12 +33,11 @@ def built_kernel(packed: str, end: str):
     import hashlib
     import importlib.util
     import os
-    import shutil
     import sys
-    import tempfile
     import zlib
 
     import torch
+    from torch._inductor.codecache import write_atomic
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     content = zlib.decompress(base64.b85decode(packed))
@@ -61,63 +48,31 @@ def built_kernel(packed: str, end: str):
     # As inductor does before it loads a library of its own: the library asks for it.
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    refused = None
-    for place in (None, cache_dir()):  # the system's folder for temporary files may be mounted noexec
-        folder = None
-        try:
-            folder = tempfile.mkdtemp(prefix="comfy-accel-", dir=place)
-            path = os.path.join(folder, f"kernel{end}")
-            with open(path, "wb") as file:
-                file.write(content)
-            spec = importlib.util.spec_from_file_location(name, path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        except (ImportError, OSError) as error:
-            refused = error
-        else:
-            sys.modules[name] = module
-            return module.kernel
-        finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-    raise refused
+    path = os.path.join(cache_dir(), "accel", f"{name}{end}")
+    try:
+        with open(path, "rb") as file:
+            is_there = file.read() == content
+    except FileNotFoundError:
+        is_there = False
+    if not is_there:  # Windows replaces no library that some process has loaded
+        write_atomic(path, content, make_dirs=True)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module.kernel
 
 
-@functools.lru_cache(maxsize=1)
-def delete_leftovers() -> None:
-    """On Windows, delete what earlier processes could not: the file of a library stays as long as it is loaded.
-
-    Looks once in a process, and leaves alone what is younger than a week: another process may be about to load it.
-    """
-    if sys.platform != "win32":
-        return
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    for place in (tempfile.gettempdir(), cache_dir()):
-        for folder in Path(place).glob(f"{FOLDER_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                if time.time() - folder.stat().st_mtime > _WEEK:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
-    """Embed the built kernels in inductor's graph; the name of its generated code then, "" where it has none.
-
-    modules: executed code, this graph's among them.
-    """
+def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> None:
+    """Embed the built kernels in inductor's graph. modules: executed code, this graph's among them."""
     source = getattr(graph, "source_code", None)
     if not source:
-        return ""
+        return
     module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
     if module is not None and torch_internals.lacking(torch_internals.BUILT_KERNELS) is None:
         graph.source_code = with_built_kernels(source, module)
-    graph.cache_key = name_of(graph.source_code.encode())
-    return graph.cache_key
-
-
-def name_of(code: bytes) -> str:
-    """The name under which generated code is saved; it says what is in it."""
-    return f"c{hashlib.sha256(code).hexdigest()[:51]}"
+    # Torch writes the code to a file of this name, unless there is one, and runs the file.
+    graph.cache_key = f"c{hashlib.sha256(graph.source_code.encode()).hexdigest()[:51]}"
 
 
 def with_built_kernels(source: str, module: types.ModuleType) -> str:

@@ -16,7 +16,7 @@ _A_CALL = {
 }
 
 _A_MACHINE = {
-    "torch_lacks": "torch {torch} lacks {name}, which compiling needs: use torch 2.7 to 2.15",
+    "torch_lacks": "torch {torch} lacks {name}, which compiling needs: use torch 2.10 to 2.15",
     "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and there is no {name}; this installs one: {command}",
     "no_triton": "torch needs Triton for the GPU, and it is not installed; this installs it: {command}",
     "no_triton_of_torch": "torch needs Triton for the GPU, and it is not installed: install torch again from where it "

@@ -31,14 +31,14 @@ class Lacking(ImportError):
 class Internal:
     """A private name of torch.
 
-    module, name: where it is; the name may have dots. since: the first version in which it was seen; all of them were
-        seen in 2.15. without: what the engine does where it is missing.
+    module, name: where it is; the name may have dots. without: what the engine does where it is missing.
+    since: the first version in which it was seen; all of them were seen in 2.15.
     """
 
     module: str
     name: str
-    since: str
     without: str
+    since: str = "2.10"
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -71,124 +71,100 @@ def lacking(names: Iterable[Internal]) -> Internal | None:
 
 
 _EAGERLY = "blocks run eagerly, and the reason names it"
-_ONCE = "graphs are made by running a block once (compile/jit.py)"
 
-AOT_SWITCH = Internal("torch._dynamo.config", "enable_aot_compile", "2.9", _ONCE)
-AOT_FUNCTION = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction", "2.9", _ONCE)
-AOT_CELLS = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction.prepare_f_locals", "2.11", _ONCE)
-AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable", "2.10", _ONCE)
+AOT_SWITCH = Internal("torch._dynamo.config", "enable_aot_compile", _EAGERLY)
+AOT_FUNCTION = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction", _EAGERLY)
+AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable", _EAGERLY)
 AOT_INDUCTOR = Internal(
-    "torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", "2.10", "graphs are not saved"
+    "torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", "graphs are not saved"
 )
-SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", "2.10", "graphs are not saved")
-LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", "2.7", _EAGERLY)
-MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", "2.7", _EAGERLY)
-TRACING_CONTEXT = Internal("torch._guards", "TracingContext", "2.7", _EAGERLY)
-CURRENT_TRACE = Internal("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", "2.7", _EAGERLY)
-TRACED_CHANGES = Internal("torch._dynamo.side_effects", "SideEffects.is_modified", "2.7", _EAGERLY)
+SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", "graphs are not saved")
+LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", _EAGERLY)
+MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", _EAGERLY)
+TRACING_CONTEXT = Internal("torch._guards", "TracingContext", _EAGERLY)
+CURRENT_TRACE = Internal("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", _EAGERLY)
+TRACED_CHANGES = Internal("torch._dynamo.side_effects", "SideEffects.is_modified", _EAGERLY)
 CONSTANT_TRACERS = Internal(
-    "torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", "2.7", "blocks of LTX 2 run eagerly"
+    "torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", "blocks of LTX 2 run eagerly"
 )
-TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", "2.7", "blocks of LTX 2 run eagerly")
-_A_GRAPH_A_SIZE = "blocks that work in chunks, or with positions of their own, get a graph for each size"
-BUILTINS = Internal("torch._dynamo.variables.builtin", "BuiltinVariable", "2.7", _A_GRAPH_A_SIZE)
-TORCH_FUNCTIONS = Internal("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable", "2.7", _A_GRAPH_A_SIZE)
+TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", "blocks of LTX 2 run eagerly")
 
 COMPILER_AROUND = Internal(
-    "torch._C._dynamo.eval_frame", "get_eval_frame_callback", "2.9", "a compiler around ours compiles our code too"
+    "torch._C._dynamo.eval_frame", "get_eval_frame_callback", "a compiler around ours compiles our code too"
 )
-SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", "2.9", "a compiler around ours compiles our code too")
-CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
-LAST_GUARDS = Internal("torch._C._dynamo.guards", "RootGuardManager.get_epilogue_lambda_guards", "2.7", _EAGERLY)
-GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", "2.7", _EAGERLY)
-GUARD_FILTER = Internal("torch._dynamo.hooks", "Hooks.guard_filter_fn", "2.8", "torch makes guards that nobody asks")
-CPP_SHAPE_GUARDS = Internal("torch._dynamo.config", "enable_cpp_symbolic_shape_guards", "2.7", _EAGERLY)
-STANDALONE = Internal("torch._inductor.standalone_compile", "standalone_compile", "2.8", "graphs are not saved")
-STANDALONE_ARTIFACT = Internal("torch._inductor.standalone_compile", "CompiledArtifact", "2.8", "graphs are not saved")
+SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", "a compiler around ours compiles our code too")
+GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", _EAGERLY)
 
 FAKE_TENSOR = Internal(
-    "torch._subclasses.fake_tensor", "FakeTensor", "2.7", "caches of quantised weights may keep tensors of a trace"
+    "torch._subclasses.fake_tensor", "FakeTensor", "caches of quantised weights may keep tensors of a trace"
 )
 FAKE_MODE = Internal(
-    "torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "blocks that know their place have a graph each"
+    "torch._subclasses.fake_tensor", "FakeTensorMode", "blocks that know their place have a graph each"
 )
 _UNSEEN = "what others have torch do in place of its functions is not noticed"
-FUNCTION_MODES = Internal("torch.overrides", "_get_current_function_mode_stack", "2.7", _UNSEEN)
-DEVICE_MODE = Internal("torch.utils._device", "DeviceContext", "2.7", _UNSEEN)
-SLEEP = Internal("torch.cuda", "_sleep", "2.7", "the host's time is part of what a small block's calls are compared by")
-DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "2.7", "without a GPU, threads that end may crash")
-TRANSFORM = Internal(
-    "torch._C._functorch", "peek_interpreter_stack", "2.7", "blocks that torch.func has called stay eager"
-)
-TENSOR_GUARDS = Internal(
-    "torch._C._dynamo.guards", "TensorGuards", "2.7", "each call of a block is described anew, slower"
-)
-FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", "2.7", _EAGERLY)
-INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", "2.7", "graphs are not saved")
-AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", "2.7", "graphs are not saved")
+FUNCTION_MODES = Internal("torch.overrides", "_get_current_function_mode_stack", _UNSEEN)
+DEVICE_MODE = Internal("torch.utils._device", "DeviceContext", _UNSEEN)
+SLEEP = Internal("torch.cuda", "_sleep", "the host's time is part of what a small block's calls are compared by")
+DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "without a GPU, threads that end may crash")
+TRANSFORM = Internal("torch._C._functorch", "peek_interpreter_stack", "blocks that torch.func has called stay eager")
+TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "each call of a block is described anew, slower")
+FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", _EAGERLY)
+INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", "graphs are not saved")
+AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", "graphs are not saved")
 CODE_CACHE = Internal(
-    "torch._inductor.codecache", "PyCodeCache", "2.7", "code of dropped graphs stays, and C++ kernels are built again"
+    "torch._inductor.codecache", "PyCodeCache", "code of dropped graphs stays, and C++ kernels are built again"
 )
-CACHE_FOLDER = Internal(
-    "torch._inductor.runtime.cache_dir_utils", "cache_dir", "2.7", "saved C++ kernels are built again"
-)
+WRITE = Internal("torch._inductor.codecache", "write_atomic", "saved C++ kernels are built again")
+CACHE_FOLDER = Internal("torch._inductor.runtime.cache_dir_utils", "cache_dir", "saved C++ kernels are built again")
 TENSOR_ADDRESS = Internal(
-    "torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", "2.7", "saved C++ kernels are built again"
+    "torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", "saved C++ kernels are built again"
 )
-CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled again")
 
 _WIDE = "kernels divide by sizes of 64 bits, slower"
-KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", "2.7", _WIDE)
-TRITON_KERNEL = Internal("torch._inductor.codegen.triton", "TritonKernel", "2.7", _WIDE)
-FITS_32_BITS = Internal("torch._inductor.utils", "expr_fits_within_32bit", "2.8", _WIDE)
-FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", "2.7", _WIDE)
-HIDDEN = Internal("torch.utils._sympy.functions", "Identity", "2.7", _WIDE)
-COMPILING = Internal("torch._inductor.virtualized", "V", "2.7", _WIDE)
+KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", _WIDE)
+TRITON_KERNEL = Internal("torch._inductor.codegen.triton", "TritonKernel", _WIDE)
+FITS_32_BITS = Internal("torch._inductor.utils", "expr_fits_within_32bit", _WIDE)
+FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", _WIDE)
+HIDDEN = Internal("torch.utils._sympy.functions", "Identity", _WIDE)
+COMPILING = Internal("torch._inductor.virtualized", "V", _WIDE)
 
 _ONE_BY_ONE = "weights are checked one by one, slower"
-PYTHON_WRAPPER = Internal("torch._inductor.codegen.wrapper", "PythonWrapperCodegen", "2.7", _ONE_BY_ONE)
+PYTHON_WRAPPER = Internal("torch._inductor.codegen.wrapper", "PythonWrapperCodegen", _ONE_BY_ONE)
 INPUT_ASSERTS = Internal(
-    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.codegen_input_size_asserts", "2.7", _ONE_BY_ONE
+    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.codegen_input_size_asserts", _ONE_BY_ONE
 )
 GENERATED_CODE = Internal(
-    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.generate", "2.7", "nobody is told when kernels are built"
+    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.generate", "nobody is told when kernels are built"
 )
 STATIC_LAUNCH = Internal(
     "torch._inductor.config",
     "static_launch_user_defined_triton_kernels",
-    "2.11",
     "kernels of our own are launched in Python, slower",
+    since="2.11",
 )
 
 _AS_TRACED = "group norms are inductor's, slower"
-KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)
+KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", _AS_TRACED)
 GRAPH_PASS = Internal(
-    "torch._inductor.custom_graph_pass", "CustomGraphPass", "2.7", "fp8 weights are not compiled on older cards"
+    "torch._inductor.custom_graph_pass", "CustomGraphPass", "fp8 weights are not compiled on older cards"
 )
-PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", "2.7", _AS_TRACED)
+PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", _AS_TRACED)
 
-POOL_BEGIN = Internal(
-    "torch._C", "_cuda_beginAllocateCurrentThreadToPool", "2.7", "idle memory of captures is not held"
-)
-POOL_END = Internal("torch._C", "_cuda_endAllocateToPool", "2.7", "idle memory of captures is not held")
-POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", "2.7", "idle memory of captures is not held")
-CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "2.7", "no call is captured")
+POOL_BEGIN = Internal("torch._C", "_cuda_beginAllocateCurrentThreadToPool", "idle memory of captures is not held")
+POOL_END = Internal("torch._C", "_cuda_endAllocateToPool", "idle memory of captures is not held")
+POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", "idle memory of captures is not held")
+CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "no call is captured")
 
 AHEAD_OF_TIME = (
-    *(AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE),
+    *(AOT_SWITCH, AOT_FUNCTION, AOT_CALLABLE),
     *(LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT, CURRENT_TRACE, TRACED_CHANGES, FALLBACK_RANDOM),
 )
-SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
-STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
+SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
 CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
-CALL_ONCE = (
-    *(CACHE_ENTRIES, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, LOOK_UP_BACKEND),
-    *(MARK_DYNAMIC, TRACING_CONTEXT, CURRENT_TRACE, TRACED_CHANGES, FALLBACK_RANDOM),
-)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
-BUILT_KERNELS = (CODE_CACHE, CACHE_FOLDER, TENSOR_ADDRESS)
+BUILT_KERNELS = (CODE_CACHE, WRITE, CACHE_FOLDER, TENSOR_ADDRESS)
 OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
 """Names that only torch for CUDA has."""
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from comfy_accel.accel.compile.inductor import Inductor
-from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.kernels import input_checks
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -16,15 +15,11 @@ def chain(*tensors):
     return x
 
 
-@pytest.mark.skipif(
-    torch_internals.lacking(torch_internals.AHEAD_OF_TIME) is not None,
-    reason="it cannot compile ahead of time",
-)
 def test_weights_are_asserted_once_and_those_of_another_layout_refused():
     weights, x = [torch.randn(8, 8) for _ in range(5)], torch.randn(3, 8)
     torch._dynamo.maybe_mark_dynamic(x, 0)
     before = set(map(id, PyCodeCache.modules))
-    artifact = Inductor("inductor").compile(chain, [*weights, x], savable=False)
+    artifact = Inductor("inductor").compile(chain, [*weights, x])
     (module,) = (made for made in PyCodeCache.modules if id(made) not in before and hasattr(made, "known_inputs"))
     asserted, assert_size_stride = [], module.assert_size_stride
 

@@ -232,7 +232,7 @@ def load_for_real(home):
 
 def test_hostile_bundle_runs_nothing_before_a_person_has_trusted_it(tmp_path, capsys):
     mark, bundle = tmp_path / "mark", tmp_path / "hostile"
-    save(store(tmp_path / "attacker"), data=b"\n" + pickle.dumps(Hostile(mark)))
+    save(store(tmp_path / "attacker"), data=pickle.dumps(Hostile(mark)))
     for command in (["list"], ["verify"], ["export", bundle]):
         assert run_command(tmp_path / "attacker", *command) == 0
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Torch without one of its private names: blocks run compiled another way, or eagerly for one reason, and rightly."""
+"""Torch without one of its private names: blocks run compiled all the same, or eagerly for one reason, and rightly."""
 
 import ast
 from pathlib import Path
@@ -30,6 +30,7 @@ OUTSIDE = {
     "torch.fx.experimental._config",
     # In the table, but imported by code that stands in saved graphs, or as the module of settings in the table.
     "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
+    "torch._inductor.codecache.write_atomic",
     "torch._inductor.runtime.cache_dir_utils.cache_dir",
     "torch._inductor.config",
     "torch._functorch.config",
@@ -83,7 +84,7 @@ class Model(torch.nn.Module):
 
 # One for each thing that may be lost is quick.
 QUICK = (
-    *(torch_internals.AOT_CELLS, torch_internals.GUARD_FILTER, torch_internals.MARK_DYNAMIC, torch_internals.FAKE_MODE),
+    *(torch_internals.AOT_CALLABLE, torch_internals.MARK_DYNAMIC, torch_internals.FAKE_MODE),
     torch_internals.TENSOR_GUARDS,
 )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from ....compile.registry import DEFAULT, backend_named
-from ....core import toolchain, torch_internals
+from ....core import toolchain
 from ....kernels.casts import lacks_e4m3
 from .. import attention
 from . import allocator
@@ -37,8 +37,6 @@ def _parts() -> Iterator[tuple[str, str]]:
         yield "Compiling", f"yes, with {toolchain.cpp_compiler()}; on a CPU it gains little"
     else:
         yield "Compiling", f"yes, with Triton {toolchain.triton_version()}" if device != "mps" else "yes"
-    if lacking is None:
-        yield "After a restart", _after_a_restart()
     yield "CUDA graphs", str(allocator.state())
     yield "Stored weights", _stored_weights(device)
     its_attention = _attention()
@@ -72,12 +70,6 @@ def _named(device: str) -> str:
     card = torch.cuda.get_device_properties(0)
     kind = f"capability {card.major}.{card.minor}" if torch.version.hip is None else "AMD (ROCm)"
     return f"{card.name}, {kind}, {card.total_memory / (1 << 30):.0f} GB"
-
-
-def _after_a_restart() -> str:
-    if torch_internals.lacking(torch_internals.STANDALONE_SAVING) is None:
-        return "saved graphs are loaded"
-    return "compiled again; PyTorch 2.8 and later load saved graphs"
 
 
 def _stored_weights(device: str) -> str:
