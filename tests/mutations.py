@@ -282,8 +282,8 @@ MUTATIONS = [
     ),
     Mutation(
         "capture replayed with not all weights held",
-        "if captured is not None and captured.held <= self._held:",
-        "if captured is not None:",
+        "if captured is None or not captured.held <= self._held:",
+        "if captured is None:",
         "unit/test_model_capture.py::test_capture_is_not_replayed_while_weights_that_it_reads_are_not_held",
     ),
     Mutation(

@@ -94,17 +94,17 @@ class CallCapture:
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("model_changes"))
             captured = CapturedCall(
-                self.key,
-                self.pool,
-                graph,
-                buffers,
-                loaded,
-                self.constants,
-                out,
-                io,
-                self.weights,
-                self.held,
-                self.observer,
+                key=self.key,
+                pool=self.pool,
+                graph=graph,
+                buffers=buffers,
+                loaded=loaded,
+                constants=self.constants,
+                out=out,
+                io=io,
+                weights=self.weights,
+                held=self.held,
+                observer=self.observer,
             )
             out, handed = captured.run(self.tensors)
             made = [*tensors_of(out), *handed]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,15 @@ class _Progress:
     resident_before: frozenset | None = None
     constants: HostConstants | None = None
     refused: bool = False
+
+
+class _Call(NamedTuple):
+    """A call that may be captured or replayed. tensors: its inputs, then `features`, which a skipped one takes."""
+
+    key: CaptureKey
+    tensors: list[torch.Tensor]
+    features: Mapping[Hashable, torch.Tensor]
+    device: torch.device
 
 
 class ModelCapture:
@@ -107,40 +116,36 @@ class ModelCapture:
             self._host.release()  # the device may still be at work: what takes memory away waits for it
 
     def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        proxy, self._observer.may_capture = self._proxy, False
-        reason = self._off or self._host.why_not()
-        if reason is None:
-            reason, variant, inputs = self._variant_of(args, kwargs)
-        if reason is not None:
-            return self._refuse(reason, inner, args, kwargs)
-        if proxy is not None and not proxy.is_capturable:
+        self._observer.may_capture = False
+        call, reason = None, None
+        try:
+            call = self._capturable(args, kwargs)
+        except self._host.interrupts:
+            raise
+        except RunEagerly as why:
+            reason = why.reason
+        except tree_spec.UnsupportedArgument as why:
+            reason = Reason("unsupported_argument", what=str(why))
+        except Exception as error:
+            reason = Reason("capture_failed", error=one_line(error))
+        if call is None:
+            self._refuse(reason)
             return self._alone(inner, args, kwargs)
-        features = proxy.features() if proxy else {}
-        key = variant.key(self._model, features, proxy.phase if proxy else None, self._facts)
-        entry = self._cache.get(key, self._lease)
-        # Weights are looked at one by one, so a call that will not be captured does without.
-        if (entry is None or not entry.graphs) and self._is_refused(key, entry):
-            return self._alone(inner, args, kwargs)
-        reason = self._of_model(variant.device)
-        if reason is not None:
-            return self._refuse(reason, inner, args, kwargs)
         self._observer.may_capture = True
-        tensors = [*inputs, *features.values()]
-        captured = self._current(key, entry)
-        del entry  # an eager call may need the memory of what is evicted
-        if captured is not None and captured.held <= self._held:
-            done, out = self._replay(captured, tensors, proxy)
-            del captured
-            return out if done else self._alone(inner, args, kwargs)
+        captured = self._current(call.key)
+        if captured is None or not captured.held <= self._held:
+            del captured  # an eager call may need its memory
+            return self._warm_up(call, inner, args, kwargs)
+        done, out = self._replay(captured, call.tensors)
         del captured
-        return self._warm_up(key, inner, args, kwargs, tensors, features, variant.device)
+        return out if done else self._alone(inner, args, kwargs)
 
-    def _refuse(self, reason: Reason, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if reason != self._off:
-            self._note(reason)
+    def _refuse(self, reason: Reason | None) -> None:
+        if reason is None or reason == self._off:  # told before
+            return
+        self._note(reason)
         if reason.code == "cuda_malloc_async":  # for as long as the process lives
             self._off = self.blocks.unspared = reason
-        return self._alone(inner, args, kwargs)
 
     def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call made, with streamed weights free to give way to what it computes."""
@@ -153,42 +158,44 @@ class ModelCapture:
         with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture):
             return inner(*args, **kwargs)
 
-    # Conditions, which `conditions` lists in their order
+    # Conditions, in the order that `conditions` has
 
-    def _variant_of(
-        self, args: tuple, kwargs: dict
-    ) -> tuple[Reason | None, CallVariant | None, Sequence[torch.Tensor]]:
-        """Why the call cannot be replayed; otherwise None, its variant and its tensors."""
-        inputs: list[torch.Tensor] = []
-        try:
-            found = None if torch.is_grad_enabled() else self._calls.find(args, kwargs)
-            if found is None:
-                spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
-                reason = of_arguments(inputs)
-                if reason is not None:
-                    return reason, None, ()
-                found = self._calls.add(args, kwargs, spec, inputs), inputs
-        except RunEagerly as why:
-            return why.reason, None, ()
-        except tree_spec.UnsupportedArgument as why:
-            return Reason("unsupported_argument", what=str(why)), None, ()
-        try:
-            return self._pool.capturer.why_not(found[0].device), *found
-        except self._host.interrupts:
-            raise
-        except Exception as error:
-            return Reason("capture_failed", error=one_line(error)), None, ()
+    def _capturable(self, args: tuple, kwargs: dict[str, Any]) -> _Call | None:
+        """The call, if it may be captured or replayed; all weights are held then. None: none like it is in this run.
 
-    def _of_model(self, device: torch.device) -> Reason | None:
-        """Why no call can be captured or replayed with the model as it is; if one can, all weights are held."""
+        Raises RunEagerly and UnsupportedArgument: why it may not.
+        """
+        _require(self._off or self._host.why_not())
+        variant, inputs = self._variant_of(args, kwargs)
+        _require(self._pool.capturer.why_not(variant.device))
+        proxy = self._proxy
+        if proxy is not None and not proxy.is_capturable:
+            return None
+        features = proxy.features() if proxy else {}
+        key = variant.key(self._model, features, proxy.phase if proxy else None, self._facts)
+        entry = self._cache.get(key, self._lease)
+        # Weights are looked at one by one, so a call that will not be captured does without.
+        if (entry is None or not entry.graphs) and self._is_refused(key, entry):
+            return None
         reason = self._hold()
         if reason is None and not self._guard.seems_current():
             self._confirmed.clear()
             reason = self._guard.snapshot()
         if reason is not None:
             self._stop(reason)  # to ask at every call would cost more than it may give
-            return reason
-        return of_weights(self._guard.weights, device)
+            return None
+        _require(of_weights(self._guard.weights, variant.device))
+        return _Call(key, [*inputs, *features.values()], features, variant.device)
+
+    def _variant_of(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
+        """The variant of the call, and its tensors."""
+        found = None if torch.is_grad_enabled() else self._calls.find(args, kwargs)
+        if found is not None:
+            return found
+        inputs: list[torch.Tensor] = []
+        spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
+        _require(of_arguments(inputs))
+        return self._calls.add(args, kwargs, spec, inputs), inputs
 
     def _hold(self) -> Reason | None:
         """Hold the model's weights where they are streamed; why not, if that fails."""
@@ -205,8 +212,9 @@ class ModelCapture:
 
     # Replays
 
-    def _current(self, key: CaptureKey, entry: Entry | None) -> CapturedCall | None:
+    def _current(self, key: CaptureKey) -> CapturedCall | None:
         """The captured call of the key, if it is right for the model as it is; an outdated one is evicted."""
+        entry = self._cache.get(key)
         captured = None if entry is None else next(iter(entry.graphs), None)
         if captured is None:
             return None
@@ -224,11 +232,9 @@ class ModelCapture:
         entry.hits += 1
         return captured
 
-    def _replay(
-        self, captured: CapturedCall, tensors: Sequence[torch.Tensor], proxy: FeaturesProxy | None
-    ) -> tuple[bool, Any]:
+    def _replay(self, captured: CapturedCall, tensors: Sequence[torch.Tensor]) -> tuple[bool, Any]:
         """Whether the replay may be used, and its output."""
-        is_shortage = False
+        proxy, is_shortage = self._proxy, False
         try:
             with self._pool.capturer.lock:
                 out, handed = captured.run(tensors)
@@ -259,8 +265,9 @@ class ModelCapture:
             progress.refused = True
         return progress.refused
 
-    def _warm_up(self, key, inner, args, kwargs, tensors, features, device) -> Any:
+    def _warm_up(self, call: _Call, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Make the call eagerly, and take the next step towards its capture."""
+        key, device = call.key, call.device
         progress, entry = self._progress_of(key), self._cache.get(key)
         proxy, held = self._proxy, self._held
         is_due = progress.resident_before == held
@@ -283,12 +290,20 @@ class ModelCapture:
         if entry is not None and entry.graphs:  # captured with weights that this run does without
             progress.constants = next(iter(entry.graphs)).constants
             self._cache.evict(key)
-        weights = self._guard.weights
-        constants = progress.constants or HostConstants(device)
-        call = CallCapture(
-            key, inner, tensors, features, proxy, self._pool, self._observer, weights, held, device, constants
+        capture = CallCapture(
+            key=key,
+            inner=inner,
+            tensors=call.tensors,
+            features=call.features,
+            proxy=proxy,
+            pool=self._pool,
+            observer=self._observer,
+            weights=self._guard.weights,
+            held=held,
+            device=device,
+            constants=progress.constants or HostConstants(device),
         )
-        refusal = self._advance(progress, call, [*tensors_of(out), *handed.tensors])
+        refusal = self._advance(progress, capture, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)
         return out
@@ -324,7 +339,7 @@ class ModelCapture:
                 self._pool.capturer.give_back()
             self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
-        except NotReady:  # later: another thread may have dropped a block's graph meanwhile
+        except NotReady:  # later: another thread has dropped a block's graph, or the pool has only now dropped others
             return None
         except NoGraph as error:
             progress.refused = True
@@ -370,3 +385,9 @@ class ModelCapture:
 
     def _note(self, reason: Reason) -> None:
         fallbacks.note(self._name, Reason("not_captured", why=reason), _HOW)
+
+
+def _require(reason: Reason | None) -> None:
+    """Raises RunEagerly with the reason, if there is one."""
+    if reason is not None:
+        raise RunEagerly(reason)

@@ -1,8 +1,8 @@
 """Captured model calls, and the memory that they share.
 
 The rule: they have what compiled graphs leave of the cache's budget. Where that is too little, the least recently used
-of other runs are evicted; where it still is, all are dropped, and the call runs uncaptured. All are dropped, too, when
-the host asks for their memory.
+of other runs are evicted; where it still is, all are dropped. All are dropped, too, when the host asks for their
+memory.
 
 What one capture makes the pool grow by serves later ones too, and is freed only with the last captured call. So each
 call counts an equal part of its device's pool, and the sum is right whichever of them are evicted.
@@ -19,6 +19,7 @@ import torch
 
 from ..cache.graph_cache import NoGraph
 from ..core.reasons import Reason
+from ..dispatch.block_runner import NotReady
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
 from .conditions import CaptureFailed
@@ -152,7 +153,9 @@ class CapturePool:
         self._grown: dict[torch.device, int] = {}
         # Not a WeakSet: a garbage collection that releases a member while another thread iterates would raise there.
         self._members: dict[int, weakref.ref[CapturedCall]] = {}
-        self.on_admitted: Callable[[torch.device], None] = lambda device: None
+        self.given_way = 0
+        """How often the host has needed their memory."""
+        self.on_admitted: Callable[[torch.device], None] | None = None
         """Called with the device of each captured call that was admitted. Must not raise."""
 
     @property
@@ -196,7 +199,8 @@ class CapturePool:
 
         Raises:
             CaptureFailed: it does not even fit alone.
-            NoGraph: it does not fit beside others.
+            NoGraph: it does not fit beside others of this run.
+            NotReady: those of other runs are gone now, and a later call may be captured.
         """
         members, place = self._members, id(member)
         members[place] = weakref.ref(member, lambda _: members.pop(place, None))
@@ -206,12 +210,21 @@ class CapturePool:
             if self.nbytes > room:
                 cache.evict(key)
         if self.nbytes <= room:
-            self.on_admitted(member.device)
+            if self.on_admitted is not None:
+                self.on_admitted(member.device)
             return
         reason = Reason("captures_full", needed=self.nbytes >> 20, room=max(room, 0) >> 20)
         self.leave(member)
         self.drop(cache)  # what they share is freed with the last of them only
+        if captured - lease.keys.keys():
+            raise NotReady  # there is room only now
         raise CaptureFailed(reason) if captured == {member.key} else NoGraph(member.key, reason)
+
+    def give_way(self, cache: GraphCache, device: torch.device) -> None:
+        """Evict those on the device, whose memory the host needs; waits for a running replay."""
+        self.given_way += 1
+        with self.capturer.lock:
+            self.drop(cache, lambda call: call.device == device)
 
     def drop(self, cache: GraphCache, matches: Callable[[CapturedCall], bool] = lambda call: True) -> None:
         """Evict the captured calls that match."""

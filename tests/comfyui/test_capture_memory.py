@@ -15,7 +15,7 @@ from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRI
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, memory_of, room_for_captures
+from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, room_for_captures
 from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons
 from kit.deep_cache import SMALL
@@ -199,7 +199,7 @@ def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, capturer, m
     monkeypatch.delattr(core, "current_loaded_models")
     model = unet()
     patched = fast(model, cache)
-    memory_of(cache).enter(CPU)
+    cache.captures.on_admitted(CPU)
     assert patched.model is model.model and "current_loaded_models" not in vars(sys.modules[core.__name__])
 
 

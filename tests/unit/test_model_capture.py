@@ -11,10 +11,8 @@ import pytest
 import torch
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
-from comfy_accel.accel.dispatch import whole_calls
 from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.modules.snapshot import WeightSnapshot
-from comfy_accel.accel.modules.substitution import Substitution
 from kit.blocks import Stop
 from kit.captures import (
     STAGES,
@@ -43,26 +41,6 @@ def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_nex
     capturer.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
     assert cache.statistics()["captures"] == 1 and cache.statistics()["compilations"] == 0
     assert reasons() == []
-
-
-def test_stand_ins_of_blocks_are_in_place_in_calls_that_run_the_model_alone(monkeypatch):
-    made, placed = [], []
-
-    class Counted(Substitution):
-        def __init__(self, *args):
-            made.append(self)
-            super().__init__(*args)
-
-        def in_place(self):
-            placed.append(self)
-            return super().in_place()
-
-    monkeypatch.setattr(whole_calls, "Substitution", Counted)
-    model, (cache, _) = Toy(), capturing_cache()
-    with run(model, cache) as call:
-        assert check_calls(model, call, 3) == len(placed) == 3 + 2
-        assert check_calls(model, call, 3) == 0 and len(placed) == 3 + 2
-    assert set(placed) == set(made) and len(made) == 1, "stand-ins are made anew for a call"
 
 
 def buffers(cache):

@@ -37,7 +37,7 @@ from ..versions import (
     records_memory,
     takes_streamed_weights,
 )
-from .capture_memory import memory_of, room_for_captures
+from .capture_memory import let_core_take_memory, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
 
@@ -49,7 +49,7 @@ def attach(cache: GraphCache, model: Any) -> None:
     """Allow captures in the cache, and drop those of the patcher's model when it is unloaded."""
     if cache.captures is None:
         cache.captures = CapturePool(CudaCapturer())
-    memory_of(cache)
+    let_core_take_memory(cache)
 
     def drop(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
         if unpatch_all:  # False if another clone replaces it with the same weights in place
@@ -68,11 +68,10 @@ def begin(
     layers: Mapping[torch.nn.Module, Layer],
 ) -> CapturedModel:
     """Captures for one run of a BaseModel. layers: those of its blocks and of its network."""
-    memory = memory_of(cache)
     if cache is shared:
         preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
     cache.captures.drop(cache, lambda call: call.key.model() is None)
-    asked = memory.asked
+    given_way = cache.captures.given_way
     model = base.diffusion_model
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
     kinds = tuple(runner.kind.digest for runner in blocks.values())
@@ -84,7 +83,7 @@ def begin(
             return reason
         if not stands():
             return Reason("code_replaced", where=type(model).__name__)
-        return _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None)
+        return _obstacle(base) or (Reason("memory_needed") if cache.captures.given_way > given_way else None)
 
     host = CaptureHost(
         facts=(code and code.digest, kinds, settings),

@@ -29,16 +29,12 @@ _LoadedModel: Any = getattr(comfy.model_management, "LoadedModel", object)
 
 
 class CapturedCalls(torch.nn.Module):
-    """The model of our entry; core's log shows this class name. Keeps neither the cache nor any model alive.
-
-    device: of the captures. asked: how often core has taken their memory.
-    """
+    """The model of our entry; core's log shows this class name. Keeps neither the cache nor any model alive."""
 
     def __init__(self, cache: GraphCache, device: torch.device):
         super().__init__()
         self._cache = weakref.ref(cache)
         self.device = device
-        self.asked = 0
 
     def nbytes(self) -> int:
         """Bytes that the captures take on the device."""
@@ -54,10 +50,8 @@ class CapturedCalls(torch.nn.Module):
         cache, freed = self._cache(), self.nbytes()
         if not freed:
             return 0
-        self.asked += 1
         try:
-            with cache.captures.capturer.lock:
-                cache.captures.drop(cache, lambda call: call.device == self.device)
+            cache.captures.give_way(cache, self.device)
         except Exception as error:
             log.warning("The memory of captured calls is not given back: %s", error)
             return 0
@@ -104,34 +98,28 @@ class _Loaded(_LoadedModel):
         return True
 
 
-class CaptureMemory:
-    """The entries of one cache's captures in core's list."""
+def let_core_take_memory(cache: GraphCache) -> None:
+    """Have core's list get an entry for each device at the first capture there, from now on."""
+    if cache.captures.on_admitted is not None:
+        return
+    patchers: dict[torch.device, _Patcher] = {}
+    weak = weakref.ref(cache)
 
-    def __init__(self, cache: GraphCache):
-        self._cache = weakref.ref(cache)
-        self._patchers: dict[torch.device, _Patcher] = {}
-
-    @property
-    def asked(self) -> int:
-        """How often core has taken the memory of captures."""
-        return sum(patcher.model.asked for patcher in self._patchers.values())
-
-    def enter(self, device: torch.device) -> None:
-        """Let core take the memory of captures on this device from now on."""
+    def enter(device: torch.device) -> None:
         try:
-            patcher = self._patchers.get(device)
-            if patcher is None:
-                model = CapturedCalls(self._cache(), device)
-                patcher = self._patchers[device] = _Patcher(model, device, torch.device("cpu"))
+            if device not in patchers:
+                patchers[device] = _Patcher(CapturedCalls(weak(), device), device, torch.device("cpu"))
             known = comfy.model_management.current_loaded_models
-            if any(entry.model is patcher for entry in known):
+            if any(entry.model is patchers[device] for entry in known):
                 return
-            entry = _Loaded(patcher)
+            entry = _Loaded(patchers[device])
             entry.model_load()
             entry.currently_used = False  # core passes used ones on to be loaded again
             known.append(entry)
         except Exception as error:  # a core with another way of keeping models
             log.debug("ComfyUI cannot ask for the memory of captured calls: %s", error)
+
+    cache.captures.on_admitted = enter
 
 
 def room_for_captures(device: torch.device) -> int:
@@ -139,15 +127,3 @@ def room_for_captures(device: torch.device) -> int:
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).total_memory // _SHARE
-
-
-_memories: weakref.WeakKeyDictionary[GraphCache, CaptureMemory] = weakref.WeakKeyDictionary()
-
-
-def memory_of(cache: GraphCache) -> CaptureMemory:
-    """The `CaptureMemory` of a cache with a capture pool; made at the first call, which subscribes it to the pool."""
-    memory = _memories.get(cache)
-    if memory is None:
-        memory = _memories[cache] = CaptureMemory(cache)
-        cache.captures.on_admitted = memory.enter
-    return memory
