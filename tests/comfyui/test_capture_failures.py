@@ -5,7 +5,6 @@ What fails is a capturer on the CPU (`kit.captures`); the models, samplers, LoRA
 """
 
 import functools
-import sys
 
 import comfy.model_management
 import pytest
@@ -22,11 +21,8 @@ from kit.captures import EAGER_BLOCKS, STAGES, CpuCapturer, left, reasons
 from kit.deep_cache import SMALL
 from kit.families import DITS
 from kit.step_cache import every
-from kit.thorough import thorough_except
 
 Interrupt = comfy.model_management.InterruptProcessingException
-
-EVERYWHERE = ("why_not", "reset", *STAGES)
 
 
 class Troubled(CpuCapturer):
@@ -113,28 +109,22 @@ def assert_session_is_right(name, cache, but=()):
         assert torch.equal(got, plain(name)[what]), what
 
 
-@pytest.mark.parametrize(
-    "name, error",
-    [pytest.param("UNet", RuntimeError, marks=pytest.mark.thorough), ("Flux", torch.OutOfMemoryError)],
-)
-@pytest.mark.parametrize("stage", [*EVERYWHERE, "wrong"])
-def test_failure_at_any_stage_leaves_this_image_and_all_later_ones_right(stage, name, error):
-    capturer, cache = troubled(stage, error)
-    assert_session_is_right(name, cache, but=["another size"] if name == "Flux" else ())
+# Of other errors than a shortage, and of interrupts at each stage, unit/test_model_capture.py asks the same.
+@pytest.mark.parametrize("stage", ["why_not", "reset", *STAGES, "wrong"])
+def test_failure_at_any_stage_leaves_this_image_and_all_later_ones_right(stage):
+    capturer, cache = troubled(stage, torch.OutOfMemoryError)
+    assert_session_is_right("Flux", cache, but=["another size"])
     assert left(capturer) == len(cache.captures.members) <= (stage == "later replay")
-    said = "differs from the call" if stage == "wrong" else "simulated"
+    said = {"wrong": "differs from the call", "why_not": "simulated"}.get(stage, "memory is short")
     assert reasons() and all(said in reason for reason in reasons())
-    if error is torch.OutOfMemoryError and stage not in ("wrong", "why_not"):
-        assert all("memory is short" in reason for reason in reasons())
     # Whatever has failed has spoilt nothing for when it works again.
     capturer.fail_at = None
     cache.clear()
-    assert torch.equal(image(fast(load(name), cache), name), plain(name)["the same"])
+    assert torch.equal(image(fast(load("Flux"), cache), "Flux"), plain("Flux")["the same"])
     assert left(capturer) == 1
 
 
-# A failure is tested at each; an interrupt goes through the same code.
-@pytest.mark.parametrize("stage", thorough_except(EVERYWHERE, "why_not", "begin", "during", "later replay"))
+@pytest.mark.parametrize("stage", ["why_not", "begin", "later replay"])
 def test_interrupt_at_any_stage_ends_the_run_and_every_later_image_is_right(stage):
     capturer, cache = troubled(stage, Interrupt)
     for _ in range(2):
@@ -145,12 +135,11 @@ def test_interrupt_at_any_stage_ends_the_run_and_every_later_image_is_right(stag
     assert reasons() == [] and capturer.replays > 3
 
 
-@pytest.mark.parametrize("stage", thorough_except(["first replay", "later replay"], "later replay"))
-def test_failure_in_a_later_image_is_as_harmless_as_in_the_first(stage):
+def test_failure_in_a_later_image_is_as_harmless_as_in_the_first():
     capturer, cache = troubled()
     assert_session_is_right("Flux", cache)
     assert capturer.replays > 3
-    capturer.fail_at = stage
+    capturer.fail_at = "later replay"
     assert_session_is_right("Flux", cache)
     assert left(capturer) == 0 and reasons()
 
@@ -173,42 +162,6 @@ def test_failure_inside_compiled_blocks_leaves_them_compiled_and_right():
     assert torch.equal(image(fast(load("Wan"), cache, settings), "Wan"), expected)
     # Once as they are, in the dry run, and once with the graphs of the blocks.
     assert (capturer.warm_ups, capturer.captures) == (2, 1)
-
-
-class Drawing(torch.nn.SiLU):
-    """Draws a random number that changes nothing."""
-
-    def forward(self, x):
-        return super().forward(x) + 0 * torch.rand(())
-
-
-def test_what_the_watch_finds_keeps_the_call_and_its_random_numbers_as_they_are():
-    model = tiny_models.unet(**SMALL)
-    model.model.diffusion_model.time_embed[1].__class__ = Drawing
-    capturer, cache = troubled()
-    torch.manual_seed(0)
-    expected, after = image(model, "UNet"), torch.rand(3)
-    for _ in range(2):
-        torch.manual_seed(0)
-        assert torch.equal(image(fast(model, cache), "UNet"), expected)
-    assert capturer.captures == 0 and len(reasons()) == 1 and "it draws random numbers" in reasons()[0]
-    torch.manual_seed(0)
-    image(fast(model, cache), "UNet")
-    assert torch.equal(torch.rand(3), after)
-
-
-@pytest.mark.parametrize("bounds", [{"max_bytes": 0}, {"max_entries": 1}])
-def test_budget_of_nothing_or_of_one_entry_is_kept_and_told(bounds):
-    capturer, cache = troubled(**bounds)
-    for _ in range(2):
-        assert_session_is_right("Flux", cache)
-        assert cache.statistics()["entries"] <= bounds.get("max_entries", 100)
-    assert left(capturer) == cache.statistics()["entries"]
-    if bounds == {"max_entries": 1}:
-        assert capturer.replays > 3  # runs with DeepCache need two, the others are captured
-        assert all("all of its 1 block types" in reason for reason in reasons())
-    else:
-        assert capturer.replays == 0 and reasons()
 
 
 def move_weights(model):
@@ -263,29 +216,3 @@ def test_weights_moved_or_unloaded_between_two_steps_leave_the_image_right(chang
     assert torch.equal(got, expected)
     assert torch.equal(image(model_fast, "UNet", steps=6), later)
     assert left(capturer) == 1
-
-
-class Stuck:
-    """Something in a captured graph that raises when it is freed."""
-
-    def __del__(self):
-        raise RuntimeError("simulated")
-
-
-def test_error_while_memory_goes_back_is_nobodys(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(str(error.exc_value)))  # pytest's keeps frames
-    capturer, cache = troubled()
-    capture = capturer.capture
-
-    def stuck(device, call):
-        graph, out = capture(device, call)
-        graph.stuck = Stuck()
-        return graph, out
-
-    capturer.capture = stuck
-    assert_session_is_right("Flux", cache)
-    comfy.model_management.unload_all_models()
-    assert left(capturer) == 0 and len(told) == capturer.captures
-    assert torch.equal(image(fast(load("Flux"), cache), "Flux"), plain("Flux")["the same"])
-    assert reasons() == []

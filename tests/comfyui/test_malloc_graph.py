@@ -23,7 +23,6 @@ from comfy_accel.accel.hosts.comfyui import versions
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.modules.substitution import substituted
-from comfy_accel.accel.step_cache.splits import dit
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from kit.captures import capturing_cache
 from kit.deep_cache import cached, counts
@@ -132,21 +131,6 @@ def test_what_is_recorded_is_the_same_while_blocks_are_compiled_compared_and_war
             SINGLE.sample(fast(scoped(SINGLE.load(), fake), compiled))
         counted.append(record.recorded)
     assert (len(set(counted)) == 1) is paused
-
-
-def test_features_that_last_would_be_lost_without_pauses(fake, monkeypatch):
-    monkeypatch.setattr(versions, "_unrecorded", nullcontext)
-    with recorded() as record:
-        SINGLE.sample(cached(scoped(SINGLE.load(), fake)))
-    assert record.rogues and any("after their own" in violation for violation in record.violations)
-
-
-def test_skipped_block_that_hands_back_another_tensor_would_end_the_process(fake, monkeypatch):
-    kept = dit.Streams.__init__
-    monkeypatch.setattr(dit.Streams, "__init__", lambda self, *args: kept(self, *args[:2]))
-    with recorded() as record:
-        SINGLE.sample(cached(scoped(SINGLE.load(), fake)))
-    assert any("depth 1 freed at depth 2" in violation for violation in record.violations)
 
 
 def test_two_streams_and_a_branch_that_begins_on_a_skipped_step(fake):

@@ -110,8 +110,8 @@ def calls_of(name: str, dtype: str) -> list[BlockCall]:
     frames = [min(2, size) for size in rest[:-2]]
     compile_block, found, made = block_compiler.compile_block, {}, []
 
-    def watched(template: Any, call: Any, *how: Any) -> Any:
-        graph = compile_block(template, call, *how)
+    def watched(template: Any, call: Any, *how: Any, **more: Any) -> Any:
+        graph = compile_block(template, call, *how, **more)
         run, weights = graph.run, call.kind.weights
 
         def seen(tensors: Any) -> Any:

@@ -78,19 +78,9 @@ def test_contributors_are_told_which_tests_need_a_card():
 GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def test_captures_fit_segments_that_grow(device):
-    passes({**device, **GROWING}, "tests/fakecuda/test_capture.py", "-k", "bytes or budget or takes_the_place or moves")
-
-
-@pytest.mark.thorough  # what there is beside their memory, which is tested above
-def test_all_of_captures_is_the_same_in_segments_that_grow(device):
+@pytest.mark.thorough
+def test_captures_are_the_same_in_segments_that_grow(device):
     passes({**device, **GROWING}, *CAPTURES)
-
-
-@pytest.mark.thorough  # a process of its own; test_capture_cuda.py asks the same with a made-up answer
-def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
-    """Core's choice on many cards."""
-    passes({**device, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "tests/fakecuda/other_allocator.py")
 
 
 def with_comfyui(environment: dict[str, str], **more: str) -> dict[str, str]:
