@@ -9,31 +9,9 @@ const SIZES_SHOWN = 3;
 /** Where a row's graphs are from → the text for it. */
 const SOURCES = { compiled: "compiledIn", traced: "tracedIn", disk: "disk", captured: "capturedIn" };
 
-/** Column → its value for sorting, and whether the greatest comes first. `null`: cannot be sorted by. */
-export const COLUMNS = {
-  name: { value: (row) => String(row.name ?? ""), isDescending: false },
-  usedFor: null,
-  bytes: { value: (row) => row.bytes ?? 0, isDescending: true },
-  hits: { value: (row) => row.hits ?? 0, isDescending: true },
-  lastUsed: { value: (row) => row.last_used ?? 0, isDescending: true },
-  compileTime: { value: (row) => row.seconds ?? 0, isDescending: true },
-};
+export const COLUMNS = ["name", "usedFor", "bytes", "hits", "lastUsed", "compileTime"];
 
 export const keyOf = (row, index) => row.id ?? `${row.name} ${index}`;
-
-export function matches(row, filter) {
-  const wanted = filter.toLowerCase();
-  return [row.name, row.model].some((text) => String(text ?? "").toLowerCase().includes(wanted));
-}
-
-export function sorted(rows, column, isDescending) {
-  const { value } = COLUMNS[column];
-  const sign = isDescending ? -1 : 1;
-  return [...rows].sort((one, other) => {
-    const [a, b] = [value(one), value(other)];
-    return sign * (typeof a === "string" ? a.localeCompare(b) : a - b);
-  });
-}
 
 /** onEvict(id, row element) */
 export function makeRow(row, onEvict) {
@@ -54,7 +32,7 @@ export function makeRow(row, onEvict) {
   element.accelParts = parts;
   element.append(
     cell("name", parts.name, parts.model),
-    ...["usedFor", "bytes", "hits", "lastUsed", "compileTime"].map((name) => parts[name]),
+    ...COLUMNS.slice(1).map((name) => parts[name]),
     cell("evict", parts.evict),
     parts.failure,
   );

@@ -6,7 +6,7 @@
 import { api } from "../../scripts/api.js";
 import { fetchState, isFine, problemOf } from "./server.js";
 
-export const FIRST_ROWS = 200;
+export const PAGE = 50; // rows of the table that are shown at first, and more at a time
 export const MOST_ROWS = 5000;
 const PAUSE = 500; // milliseconds; a run tells of many graphs one after the other
 
@@ -17,9 +17,8 @@ class Feed {
   problem = null;
   /** What is being compiled, `{name, number, of, seconds}`, with `at` (performance.now()) when that was said. */
   compiling = null;
-  /** Of the table: see `fetchState`. */
-  rows = FIRST_ROWS;
-  filter = "";
+  /** How many of the table are shown. */
+  rows = PAGE;
 
   #watchers = new Set();
   #bystanders = new Set();
@@ -65,7 +64,7 @@ class Feed {
     this.#isAsking = true;
     while (this.#isStale) {
       this.#isStale = false;
-      this.#take(await fetchState(this.rows, this.filter));
+      this.#take(await fetchState(this.rows));
     }
     this.#isAsking = false;
     this.#tell();

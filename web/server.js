@@ -34,11 +34,8 @@ export const problemOf = ({ status }) => (status === 404 ? "missing" : "unreacha
 /** What the server said went wrong, if it said so in a sentence. */
 export const complaint = ({ data }) => (typeof data?.error === "string" ? data.error : null);
 
-/** rows: at most so many of the cache's table, last used first; filter: only names and models with this text */
-export function fetchState(rows, filter = "") {
-  const query = new URLSearchParams({ rows: String(rows), ...(filter && { filter }) });
-  return ask(`/accel/state?${query}`, { cache: "no-store" });
-}
+/** rows: at most so many of the cache's table, last used first */
+export const fetchState = (rows) => ask(`/accel/state?rows=${rows}`, { cache: "no-store" });
 
 export const evict = (id) => post("/accel/evict", { id });
 export const clear = () => post("/accel/clear");

@@ -9,16 +9,14 @@ from ..cache.entry import Entry
 from ..cache.graph_cache import GraphCache
 
 
-def cache_table(cache: GraphCache, rows: int | None = None, text: str = "") -> dict[str, Any]:
+def cache_table(cache: GraphCache, rows: int | None = None) -> dict[str, Any]:
     """{"table", "rows_total"}: a row per entry, the most recently used last.
 
-    rows: at most so many of the latest; None gives all. text: only those with this text in their name or model,
-    ignoring case; "rows_total" is how many these are.
+    rows: at most so many of the latest; None gives all. "rows_total" is how many there are.
     """
-    text = text.casefold()
-    chosen = [entry for entry in cache.entries() if not text or text in _names(entry)]
-    last = chosen if rows is None else chosen[max(len(chosen) - rows, 0) :]
-    return {"rows_total": len(chosen), "table": [_row(entry) for entry in last]}
+    entries = list(cache.entries())
+    last = entries if rows is None else entries[max(len(entries) - rows, 0) :]
+    return {"rows_total": len(entries), "table": [_row(entry) for entry in last]}
 
 
 def _row(entry: Entry) -> dict[str, Any]:
@@ -57,7 +55,3 @@ def _of_key(key: Hashable) -> dict[str, Any]:
         "device": str(inputs[0].device) if inputs else None,
         "backend": getattr(key, "backend", None),
     }
-
-
-def _names(entry: Entry) -> str:
-    return " ".join((entry.name, *(use.model for use in entry.uses))).casefold()

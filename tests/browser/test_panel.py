@@ -1,5 +1,6 @@
-"""The Accel tab with a real server behind it: a run is watched, entries go, settings and commands do what they say."""
+"""The Accel tab: with a real server behind it, with answers of the test's own, and how it looks and is used."""
 
+import itertools
 import json
 import random
 import re
@@ -7,12 +8,16 @@ import urllib.request
 
 import pytest
 from kit.pages import (
+    CONTRASTS,
     EXECUTE,
     FRONTENDS,
+    MARKUP,
     NO_TOASTS,
     OFF,
+    PANEL,
     SAY,
     SET,
+    UNFOLD,
     answering,
     choosing,
     close_panel,
@@ -22,6 +27,7 @@ from kit.pages import (
     open_panel,
     row,
     screenshot,
+    set_width,
     state,
     until,
 )
@@ -65,7 +71,14 @@ async output => (await window.app.api.queuePrompt(0, { output, workflow: {} })).
 
 @pytest.fixture
 def panel(page):
-    yield open_panel(page)
+    return open_panel(page)
+
+
+@pytest.fixture(autouse=True)
+def closed(page):
+    """The panel is closed at a test's end, however that came."""
+    yield
+    page.evaluate(SAY, {"event": "run_end"})
     close_panel(page)
 
 
@@ -243,42 +256,71 @@ def test_without_a_compiler_the_toast_says_that_nothing_is_compiled_and_once(pag
     page.get_by_text("Your images are made as in plain ComfyUI.").last.wait_for()
 
 
-def test_without_triton_the_panel_says_how_to_install_it_and_of_nothing_that_it_is_compiled(page):
-    missing = {"code": "no_triton", "fields": {"command": "pip install triton-windows"}}
-    missing["reason"] = "torch needs Triton for the GPU, and it is not installed; this installs it: pip install …"
-    given = state(0, machine=["Device: RTX", f"Compiling: no: {missing['reason']}"])
-    given["graph_cache"].update(compilations=0, loaded=0, fallbacks=[{"block": "ResBlock", **missing, "calls": 40}])
-    ran = {"compiled_calls": 0, "eager_calls": 40, "model_calls": 0, "compile_seconds": 0.0, "loaded": 0}
-    given["last_run"].update(ran, gain=[], pays_back_after=None, saved_reasons=[])
+MISSING = {
+    **{"code": "no_triton", "fields": {"command": "pip install triton-windows"}},
+    "reason": "torch needs Triton for the GPU, and it is not installed; this installs it: pip install …",
+}
+UNCOMPILED = {"compiled_calls": 0, "eager_calls": 40, "model_calls": 0, "compile_seconds": 0.0, "loaded": 0}
+STOPPED = {"failed": True, "steps_done": 8, "seconds": 5.0, "gain": [], "pays_back_after": None, "steps_taken": ""}
+ANSWERS = {
+    "without Triton": (
+        {
+            "graph_cache": {
+                "entries": 0,
+                "table": [],
+                "compilations": 0,
+                "loaded": 0,
+                "fallbacks": [{"block": "ResBlock", **MISSING, "calls": 40}],
+            },
+            "last_run": {**UNCOMPILED, "gain": [], "pays_back_after": None, "saved_reasons": []},
+            "machine": ["Device: RTX", f"Compiling: no: {MISSING['reason']}"],
+        },
+        {
+            "dd.accel-compiledCalls": ["0%"],
+            "dd.accel-speed": ["2.7 it/s"],
+            ".accel-fold dd": ["RTX", "no: torch needs Tr"],
+        },
+        ["compiled in"],
+    ),
+    "a kind that could not be compiled": (
+        {"graph_cache": {"rows_total": 1, "table": [row(3, graphs=0, seconds=0.0)]}},
+        {".accel-of-compileTime[role=cell]": ["–"]},
+        [],
+    ),
+    "an interrupted run": (
+        {"last_run": STOPPED},
+        {"dd.accel-took": ["5 s, stopped after 8 of 25 steps"], "dd.accel-speed": [], "dd.accel-paysBack": []},
+        ["Full steps"],
+    ),
+    "captured calls": (
+        {},
+        {
+            "dd.accel-replays": ["18 of 25"],
+            ".accel-row:has-text('UNetModel call') .accel-of-compileTime": ["CUDA graph, 0.3 s"],
+            ".accel-row:has-text('UNetModel call') .accel-of-usedFor": ["exact size"],
+        },
+        [],
+    ),
+}
+"""What the server answers in place of a day's work; texts at places in the panel begin so; and what it must not say."""
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_panel_says_what_the_server_answers_and_no_more(page, name):
+    changes, texts, unsaid = ANSWERS[name]
+    given = state()
+    for part, values in changes.items():
+        given[part] = values if isinstance(values, list) else {**given[part], **values}
     with answering(page, given):
         panel = open_panel(page)
-        panel.get_by_text("Device", exact=True).wait_for()
-        screenshot(page, "no-triton")
+        panel.locator("dd.accel-took").wait_for()
+        page.wait_for_timeout(300)
+        screenshot(page, f"panel {name}")
+        for place, wanted in texts.items():
+            found = panel.locator(place).all_inner_texts()
+            assert len(found) == len(wanted) and all(map(str.startswith, found, wanted)), (place, found)
         said = panel.inner_text()
-        assert said.count("torch needs Triton") == 2
-        assert panel.locator("dd.accel-compiledCalls").inner_text() == "0%"
-        assert "compiled in" not in said and "Compiling\n" not in said.partition("This machine")[0]
-        close_panel(page)
-
-
-def test_a_row_of_what_could_not_be_compiled_does_not_say_that_it_was(page):
-    given = state(0)
-    given["graph_cache"].update(rows_total=1, table=[row(3, graphs=0, seconds=0.0)])
-    with answering(page, given):
-        panel = open_panel(page)
-        assert panel.locator(".accel-row:not(.accel-head) .accel-of-compileTime").inner_text() == "–"
-        close_panel(page)
-
-
-def test_an_interrupted_run_tells_how_far_it_came_and_no_speed(page):
-    given = state(2)
-    given["last_run"].update(failed=True, steps_done=8, seconds=5.0, gain=[], pays_back_after=None, steps_taken="")
-    with answering(page, given):
-        panel = open_panel(page)
-        assert panel.locator("dd.accel-took").inner_text() == "5 s, stopped after 8 of 25 steps"
-        assert [panel.locator(f"dd.accel-{name}").count() for name in ("speed", "paysBack")] == [0, 0]
-        assert panel.get_by_text("DeepCache", exact=True).is_hidden()
-        close_panel(page)
+        assert [text for text in unsaid if text in said] == []
 
 
 @pytest.mark.parametrize(
@@ -313,7 +355,6 @@ def test_cuda_graphs_are_turned_on_and_off_where_there_is_a_choice(page, given, 
             section.get_by_role("button", name=name).click()
             page.wait_for_timeout(200)
         assert chosen == list(buttons.values())
-        close_panel(page)
 
 
 def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
@@ -330,7 +371,6 @@ def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
             page.wait_for_timeout(40)
         page.wait_for_timeout(900)
         assert 2 <= len(asked) <= 5
-        close_panel(page)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +393,6 @@ def test_a_server_that_knows_less_or_nothing_is_no_error(page, given, status, sa
         page.evaluate(SAY, {})
         page.evaluate("window.app.api.dispatchEvent(new CustomEvent('reconnected'))")
         page.wait_for_timeout(300)
-        close_panel(page)
     assert not [
         complaint for complaint in page.complaints if "accel" in complaint and "Failed to load" not in complaint
     ]
@@ -368,14 +407,188 @@ def test_the_panel_fills_once_the_server_is_back(page):
         panel.locator(".accel-row .accel-strong").first.wait_for()
         assert "ResBlock" in panel.locator(".accel-progress").inner_text()
         assert panel.get_by_role("progressbar").get_attribute("aria-valuenow") is None
-        close_panel(page)
 
 
-def test_captured_calls_are_told_from_compiled_blocks(page):
-    with answering(page, state()):
+BUSY = {"event": "compiling", "name": "BasicTransformerBlock", "number": 3, "of": 9, "stage": "build", "seconds": 2.0}
+BEYOND = """
+() => {
+    const panel = document.querySelector('.accel-panel');
+    const right = panel.getBoundingClientRect().right;
+    const outside = [...panel.querySelectorAll('*')].filter(part =>
+        part.checkVisibility() && !part.closest('.accel-spoken') && part.getBoundingClientRect().right > right);
+    return [panel.scrollWidth - panel.clientWidth, outside.map(part => part.outerHTML.slice(0, 80))];
+}
+"""
+"""How far the panel could be scrolled sideways, and what reaches over its edge."""
+
+HITS = itertools.count(40_000)
+
+
+@pytest.fixture
+def shown(page):
+    """The panel with a day's work in it; afterwards the page is as it was."""
+    given = state()
+    # The panel opens with what the test before was given: wait for a number that only this answer has.
+    given["graph_cache"]["hits"] = next(HITS)
+    with answering(page, given):
         panel = open_panel(page)
-        assert panel.locator("dd.accel-replays").inner_text() == "18 of 25"
-        captured = panel.locator(".accel-row", has_text="UNetModel call")
-        assert captured.locator(".accel-of-compileTime").inner_text() == "CUDA graph, 0.3 s"
-        assert "exact size" in captured.locator(".accel-of-usedFor").inner_text()
-        close_panel(page)
+        panel.get_by_text(f"{given['graph_cache']['hits']:,}").wait_for()
+        yield panel
+
+
+def test_the_tab_opens_by_its_button(page):
+    with answering(page, state()):
+        page.get_by_role("button", name="Accel", exact=True).click()
+        page.get_by_text("1.91×").wait_for()
+        screenshot(page, "panel-folded")
+        page.evaluate(UNFOLD)
+        page.locator(".accel-panel .accel-row").nth(1).wait_for()
+        screenshot(page, "panel")
+        page.get_by_role("button", name="Accel", exact=True).click()
+        page.locator(".accel-panel").wait_for(state="detached")
+
+
+def test_other_tabs_take_the_place_and_give_it_back(page):
+    """The page hands the element of one pack's tab to the next one's, and tells neither."""
+    page.evaluate(
+        """() => window.app.extensionManager.registerSidebarTab({
+            id: 'of-another-pack', title: 'Other', type: 'custom', icon: 'pi pi-box',
+            render: element => element.append(Object.assign(document.createElement('p'), { id: 'theirs' })),
+        })"""
+    )
+    try:
+        with answering(page, state()) as asked:
+            for other, theirs in (("of-another-pack", "#theirs"), ("workflows", ".comfy-vue-side-bar-container")):
+                open_panel(page).locator(".accel-row").nth(1).wait_for()
+                page.evaluate(EXECUTE, f"Workspace.ToggleSidebarTab.{other}")
+                page.locator(theirs).first.wait_for(state="attached")
+                page.locator(".accel-panel").wait_for(state="detached")
+                page.evaluate(SAY, {"event": "run_end"})
+                page.wait_for_timeout(700)
+                before = len(asked)
+                page.evaluate(SAY, {"event": "run_end"})
+                page.wait_for_timeout(700)
+                assert len(asked) == before, "nobody looks any more"
+            open_panel(page).locator(".accel-row").nth(1).wait_for()
+            assert page.locator("#theirs").count() == 0
+            close_panel(page)
+    finally:
+        page.evaluate("window.app.extensionManager.unregisterSidebarTab('of-another-pack')")
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_every_text_is_readable_in_both_themes(page, shown, theme):
+    style = "getComputedStyle(document.querySelector('.accel-panel'))"
+    colours = f"() => [{style}.color, {style}.backgroundColor]"
+    page.wait_for_function(f"{style}.backgroundColor !== 'rgba(0, 0, 0, 0)'")  # the style sheets are there
+    before = page.evaluate(colours)
+    try:
+        page.evaluate(SET, ["Comfy.ColorPalette", theme])
+        page.evaluate(SAY, BUSY)
+        page.wait_for_timeout(400)
+        screenshot(page, f"panel-{theme}")
+        found = page.evaluate(CONTRASTS, PANEL)
+        assert len(found) > 50
+        assert [(ratio, text) for ratio, text in found if ratio < 4.5] == []
+        assert (page.evaluate(colours) == before) == (theme == "dark")
+    finally:
+        page.evaluate(SET, ["Comfy.ColorPalette", "dark"])
+
+
+def test_another_language_is_taken_at_once(page, shown):
+    assert "found for 80% of 5 lookups" in shown.text_content()
+    try:
+        page.evaluate(SET, ["Comfy.Locale", "zh"])
+        shown.get_by_role("heading", name="编译缓存").wait_for()
+        screenshot(page, "panel-zh")
+        texts = page.evaluate("document.querySelector('.accel-panel').innerText")
+        assert "Graph cache" not in texts and "上次运行" in texts
+        assert "5 次查找中有 80% 找到" in shown.text_content()
+        assert "有补丁（attn2）作用于它" in texts and "another node" not in texts
+        assert [ratio for ratio, _ in page.evaluate(CONTRASTS, PANEL) if ratio < 4.5] == []
+    finally:
+        page.evaluate(SET, ["Comfy.Locale", "en"])
+    shown.get_by_role("heading", name="Graph cache").wait_for()
+
+
+@pytest.mark.parametrize("width", [300, 420, 760, None])
+def test_nothing_is_cut_off_at_the_width_or_with_the_page_at_half_its_size(page, shown, width):
+    page.evaluate(SAY, BUSY)
+    if width is None:
+        page.set_viewport_size({"width": 3200, "height": 1660})
+    else:
+        set_width(page, width)
+    try:
+        screenshot(page, f"panel-{width}")
+        assert page.evaluate(BEYOND) == [0, []]
+        assert width is None or shown.locator(".accel-head").is_visible() == (width == 760)
+    finally:
+        page.set_viewport_size({"width": 1600, "height": 830})
+
+
+def test_of_thousands_of_entries_a_page_at_a_time_is_drawn_and_asked_for(page):
+    with answering(page, state(5000)) as asked:
+        panel = open_panel(page)
+        panel.locator(".accel-row").nth(1).wait_for()
+        assert asked[-1].endswith("rows=50") and panel.locator(".accel-row").count() == 51
+        assert "50 of 5,000" in panel.inner_text()
+        panel.get_by_role("button", name="Show more").click()
+        panel.locator(".accel-row").nth(100).wait_for()
+        assert asked[-1].endswith("rows=100") and panel.locator(".accel-row").count() == 101
+        assert page.evaluate("document.activeElement.closest('.accel-row') !== null")
+
+
+def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
+    reason = {"reason": MARKUP, "code": MARKUP, "fields": {MARKUP: MARKUP}}
+    hostile, left = state(), [{**reason, "blocks": 1}]
+    hostile["graph_cache"]["table"] = [row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure_reason=reason)]
+    hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, **reason, "calls": MARKUP}]
+    hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
+    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], pixels=[MARKUP], saved_reasons=[reason])
+    hostile["last_run"]["left_eager_reasons"] = left
+    hostile["machine"] = [MARKUP]
+    hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
+    with answering(page, hostile):
+        panel = open_panel(page)
+        panel.locator(".accel-row").nth(1).wait_for()
+        page.evaluate(SAY, {"event": "fallback", "block": MARKUP, "reason": MARKUP})
+        page.wait_for_timeout(1500)
+        assert panel.inner_text().count(MARKUP) >= 6
+        assert panel.locator("img, b").count() == 0
+        assert page.locator("img[src='x']").count() == 0
+        assert page.evaluate("window.accelHacked") is None
+        page.evaluate(SAY, {"event": "run_end"})
+
+
+def test_the_keyboard_reaches_every_control_and_shows_where_it_is(page, shown):
+    page.evaluate(EXECUTE, "Accel.OpenPanel")
+    page.wait_for_function("document.activeElement?.classList.contains('accel-panel')")
+    buttons = "[...document.querySelectorAll('.accel-panel :is(button, input, select, summary)')]"
+    wanted = page.evaluate(f"() => {buttons}.filter(part => part.checkVisibility()).length")
+    reached = set()
+    for _ in range(wanted + 2):
+        page.keyboard.press("Tab")
+        place, outline = page.evaluate(
+            f"() => [{buttons}.indexOf(document.activeElement), getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        if place < 0:
+            break
+        assert outline != "none"
+        reached.add(place)
+    assert len(reached) == wanted
+    unnamed = page.evaluate(
+        "() => [...document.querySelectorAll('.accel-panel button')]"
+        ".filter(button => !(button.textContent.trim() || button.ariaLabel)).length"
+    )
+    assert unnamed == 0
+
+
+def test_less_motion_is_given_where_it_is_asked_for(page, shown):
+    moves = "() => getComputedStyle(document.querySelector('.accel-busy')).animationName"
+    page.evaluate(SAY, BUSY)
+    assert page.evaluate(moves) == "accel-turn"
+    page.emulate_media(reduced_motion="reduce")
+    try:
+        assert page.evaluate(moves) == "none"
+    finally:
+        page.emulate_media(reduced_motion="no-preference")

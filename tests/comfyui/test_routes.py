@@ -128,7 +128,7 @@ def filled(server):
     return client.get("/accel/state")
 
 
-def test_state_has_the_run_and_its_rows_are_bounded_and_filtered(server):
+def test_state_has_the_run_and_its_rows_are_bounded(server):
     state = filled(server)
     cache, client = state["graph_cache"], Client(server.url)
     assert state["last_run"]["model"] == "SD15" and state["last_run"]["compiled_calls"] > 0
@@ -143,13 +143,9 @@ def test_state_has_the_run_and_its_rows_are_bounded_and_filtered(server):
     assert row["used_at"][0] == {"latent": [11, 9], "batch": 1, "context": 77} and row["backend"] == "eager"
     few = client.get("/accel/state?rows=2")["graph_cache"]
     assert len(few["table"]) == 2 and few["rows_total"] == cache["entries"] and few["bytes"] == cache["bytes"]
-    found = client.get("/accel/state?filter=resBLOCK")["graph_cache"]
-    assert {row["name"] for row in found["table"]} == {"ResBlock"} and found["rows_total"] < cache["entries"]
 
 
-@pytest.mark.parametrize(
-    "query", ["rows=-1", "rows=5001", "rows=x", "rows=", "rows=%C2%B2", "rows=1e3", "filter=" + "x" * 201]
-)
+@pytest.mark.parametrize("query", ["rows=-1", "rows=5001", "rows=x", "rows=", "rows=%C2%B2", "rows=1e3"])
 def test_query_out_of_range_is_refused(server, query):
     refused(request(server, f"/accel/state?{query}", method="GET"))
 

@@ -14,16 +14,15 @@ from .. import preferences
 from . import allocator, doctor
 
 DEFAULT_ROWS, MOST_ROWS = 200, 5000
-LONGEST_FILTER = 200
 
 
-def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
+def state(rows: int = DEFAULT_ROWS) -> dict[str, Any]:
     """Everything that the panel shows, as JSON. The cache's table starts with the most recently used entry.
 
-    rows, text: of that table, as for `cache_table`.
+    rows: of that table, as for `cache_table`.
     """
     settings = preferences.state()
-    cache = {**shared.statistics(), **cache_table(shared, rows, text)}
+    cache = {**shared.statistics(), **cache_table(shared, rows)}
     cache["table"].reverse()
     last, store, limit = records.last(), None, settings["store_mb"]
     if shared.store is not None:

@@ -57,7 +57,7 @@ def register() -> None:
     @server.routes.get("/accel/state")
     @refusing
     async def get_state(request):
-        return web.json_response(panel.state(*read_table_query(request.query)))
+        return web.json_response(panel.state(read_rows(request.query)))
 
     @server.routes.get("/accel/report")
     @refusing
@@ -101,14 +101,12 @@ def register() -> None:
     panel_messages.start(server)
 
 
-def read_table_query(query: Any) -> tuple[int, str]:
-    """rows and filter of `?rows=N&filter=text`. Raises Refused where they are out of range."""
-    rows, text = query.get("rows", str(panel.DEFAULT_ROWS)), query.get("filter", "")
+def read_rows(query: Any) -> int:
+    """The number in `?rows=N`. Raises Refused where it is out of range."""
+    rows = query.get("rows", str(panel.DEFAULT_ROWS))
     if not (rows.isascii() and rows.isdecimal() and len(rows) <= 6 and int(rows) <= panel.MOST_ROWS):
         raise Refused(f"rows must be a whole number from 0 to {panel.MOST_ROWS}.")
-    if len(text) > panel.LONGEST_FILTER:
-        raise Refused(f"filter must have at most {panel.LONGEST_FILTER} characters.")
-    return int(rows), text
+    return int(rows)
 
 
 def read_entry_id(body: Any) -> str:
