@@ -11,12 +11,11 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..core.errors import one_line
-from .plan import QualityPlan
 
 
 def weights(points: Sequence[float], at: float) -> list[float]:
@@ -100,31 +99,17 @@ class BranchKey:
     occurrence: int
 
 
-class OfRun(Protocol):
-    """What features ask of their run. angle, step: of the current evaluation; the others as `run.DeepCacheRun` has
-    them."""
-
-    plan: QualityPlan
-    angle: float
-    step: int
-    last_full: int
-    caches: bool
-    is_full: bool
-
-    def count(self, skipped: bool) -> None: ...
-
-    def run_in_full(self, reason: str, error: Exception | None = None) -> None: ...
-
-
 class Features:
-    """Those of one model in a run. A step is full or skipped for all branches alike; a branch without a feature from
-    the last full step (new in mid-run, or left out there by another cache) is computed in full.
+    """Those of one model in a run, a `DeepCacheRun`.
+
+    A step is full or skipped for all branches alike; a branch without a feature from the last full step (new in
+    mid-run, or left out there by another cache) is computed in full.
 
     Memory for each branch (two with cond and uncond) and part of the split: `QualityPlan.points` copies of the feature.
     SD1.5 at 1024² in half precision: 10 MiB for each copy and image.
     """
 
-    def __init__(self, run: OfRun, split: Any):
+    def __init__(self, run: Any, split: Any):
         self.run, self.split = run, split
         self._histories: dict[tuple[BranchKey, Hashable], History] = {}
         self._parts: set[Hashable] = set()

@@ -156,14 +156,6 @@ class DeepCacheRun:
         """See `Correction.prediction_in`."""
         return given if self._correction is None else self._correction.prediction_in(given)
 
-    def add_noise(self) -> None:
-        """Note, before any step was skipped, that the sampler adds noise after all."""
-        self.facts = replace(self.facts, adds_noise=True, response=None)
-        self._correction, self._full = None, FullEvaluations(0.0)
-        self._models.clear()
-        self.last_full = -1
-        self.plan.begin(self.facts)
-
     def stop_correcting(self) -> None:
         """Correct nothing from here on."""
         self._correction = None

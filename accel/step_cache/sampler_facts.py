@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from ..core.events import log
 from .noise_levels import angle, is_in_order, is_near, step_of
 
 MEMORY = 4
@@ -83,11 +84,20 @@ Sample = Callable[[Predict, Noise, torch.Tensor], torch.Tensor]
 
 
 def measured(levels: Sequence[float], is_flow: bool, sample: Sample) -> SamplerFacts:
-    """What a sampler does on a schedule, by running it once without the model.
+    """What a sampler does on a schedule, by running it once without the model and drawing no random number.
 
-    Raises whatever a sampler raises that needs more of the model than its predictions.
+    One that needs more of the model than its predictions is taken to add noise.
     """
     levels = tuple(levels)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _measured(levels, is_flow, sample)
+    except Exception as error:
+        log.debug("DeepCache: what a sampler does could not be measured: %s", error)
+        return SamplerFacts(levels, is_flow, adds_noise=True)
+
+
+def _measured(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> SamplerFacts:
     unknown = SamplerFacts(levels, is_flow, adds_noise=True)
     count = unknown.steps
     if not count or not is_in_order(levels):

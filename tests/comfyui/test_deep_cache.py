@@ -25,7 +25,6 @@ from kit.deep_cache import (
     cached,
     call_unet,
     counts,
-    full_and_skipped,
     full_and_skipped_flops,
     split_chunks,
     unet_run,
@@ -53,13 +52,6 @@ def test_later_node_replaces_the_settings_of_an_earlier_one(tiny_unet, sample):
     assert torch.equal(sample(cached(cached(tiny_unet, 3), 1), steps=4), plain)
     assert torch.equal(sample(cached(cached(tiny_unet, 3), 2), steps=4), sample(cached(tiny_unet, 2), steps=4))
     assert counts() == (2, 2)
-
-
-@pytest.mark.parametrize("height, width", [(16, 16), (20, 30), (23, 31), (25, 33)])
-def test_skipped_step_at_the_same_input_equals_the_full_one(tiny_unet, height, width):
-    full, skipped = full_and_skipped(tiny_unet, height, width)
-    assert torch.equal(full, skipped)
-    assert_no_trace(tiny_unet)
 
 
 # Sizes
@@ -368,14 +360,3 @@ def test_model_without_a_unets_layout_passes_with_one_line(tiny_unet, sample, ca
     reason = "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
     assert lines == [f"DeepCache: Linear: {reason}; every step runs in full."]
     assert torch.equal(sample(tiny_unet, steps=4), plain)
-
-
-def test_schema_explains_everything():
-    schema = node().define_schema()
-    assert (schema.node_id, schema.display_name, schema.category) == (
-        "AccelDeepCache",
-        "Accel: DeepCache (step cache)",
-        "accel",
-    )
-    assert schema.description
-    assert all(part.tooltip for part in [*schema.inputs, *schema.outputs])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.report.run_record import records
 from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -23,13 +24,12 @@ from kit.deep_cache import (
     assert_as_reference,
     assert_close,
     assert_no_trace,
-    assert_skipped_is_full,
     cached,
     counts,
     reference,
     said_of_fallbacks,
     split_chunks,
-    still_answers,
+    unet_run,
 )
 from kit.families import DITS
 from kit.other_nodes import (
@@ -73,7 +73,6 @@ from kit.other_nodes import (
     token_merging,
     two_prompts,
     windowed,
-    within,
 )
 from kit.thorough import thorough_except
 from kit.tiny_models import Family, with_control
@@ -95,18 +94,13 @@ def small_unet():
 class Beside:
     """How DeepCache is tried beside something.
 
-    make: the plain model, and what its run is given. patch: what the other node does to the model. before: done to the
-    model first where time is stopped, so that it answers alike. unlike: of a run, what makes it one without the other
-    node. stopped: whether a skipped step is compared with the full one, with time stopped; at another chance every
-    layer would take another course. reference: how the run is compared with the reference; None where it is not.
+    make: the plain model, and what its run is given. patch: what the other node does to the model. reference: how the
+    run is compared with the reference.
     """
 
     make: Callable
     patch: Callable | None = None
-    before: Callable = lambda model: model
-    unlike: dict | None = None
-    stopped: bool = True
-    reference: dict | None = field(default_factory=dict)
+    reference: dict = field(default_factory=dict)
 
 
 def full(**run):
@@ -126,16 +120,17 @@ def with_hook(keyframes=((0.0, 1.0),)):
     return model, {"positive": positive}
 
 
-def attention(patch, make=full, **how):
-    return Beside(make, patch, before=rolled_dice, **how)
+def with_dice(**run):
+    """Of nodes that play with chance, every layer would take another course than only those that run."""
+    return rolled_dice(tiny_models.unet()), run
 
 
 def guidance(patch, slow=reference):
-    return Beside(small, patch, before=split_chunks, reference={"slow": slow})
+    return Beside(small, patch, {"slow": slow})
 
 
 def guider(make):
-    return Beside(small, stopped=False, reference={"sample": guided(make)})
+    return Beside(small, reference={"sample": guided(make)})
 
 
 def of_nine_channels():
@@ -146,23 +141,22 @@ def of_nine_channels():
     return tiny_models.unet(in_channels=9, **SMALL), {"noise_mask": mask, "latent": picture(), **prompts}
 
 
-def late_prompt():
-    """One that begins in the second of four steps, beside one for all."""
-    return tiny_models.conditioning(seed=1) + tiny_models.conditioning(seed=5, start_percent=0.15)
+def prompt_from(percent):
+    """One that begins then, beside one for all; at 0.15 in the second of four steps."""
+    return tiny_models.conditioning(seed=1) + tiny_models.conditioning(seed=5, start_percent=percent)
 
 
-WITHOUT = {"positive": None}
 BESIDE = {
     # Attention, and other patches
-    "image prompt": attention(image_prompt),
-    "more context": attention(more_context),
-    "every patch": attention(every_patch),
-    "in place": attention(in_place),
-    "FreeU": attention(free_u),
-    "HyperTile": attention(hyper_tile, lambda: (tiny_models.unet(), WIDE), reference=None),
-    "ToMe": attention(token_merging, reference=None),
-    "Deep Shrink": Beside(lambda: (deep_shrink(tiny_models.unet(), True, 0.6), SIZE), stopped=False),
-    "Deep Shrink before skips": Beside(lambda: (deep_shrink(tiny_models.unet(), False, 0.6), SIZE), stopped=False),
+    "image prompt": Beside(full, image_prompt),
+    "more context": Beside(full, more_context),
+    "every patch": Beside(full, every_patch),
+    "in place": Beside(full, in_place),
+    "FreeU": Beside(full, free_u),
+    "HyperTile": Beside(lambda: with_dice(**WIDE), hyper_tile),
+    "ToMe": Beside(with_dice, token_merging),
+    "Deep Shrink": Beside(lambda: (deep_shrink(tiny_models.unet(), True, 0.6), SIZE)),
+    "Deep Shrink before skips": Beside(lambda: (deep_shrink(tiny_models.unet(), False, 0.6), SIZE)),
     # Guidance
     "PAG": guidance(perturbed_attention),
     "SAG": guidance(self_attention, reference_with_held_attention),
@@ -172,59 +166,45 @@ BESIDE = {
     "two prompts, nested": guider(lambda model: two_prompts(model, True)),
     "PerpNeg's guider": guider(perpendicular_guider),
     # ControlNets and adapters
-    "ControlNet": Beside(lambda: full(positive=controlled(control_net())), unlike=WITHOUT),
-    "ControlNet, apart": Beside(
-        lambda: (split_chunks(tiny_models.unet()), {"positive": controlled(control_net())}), stopped=False
-    ),
+    "ControlNet": Beside(lambda: full(positive=controlled(control_net()))),
+    "ControlNet, apart": Beside(lambda: (split_chunks(tiny_models.unet()), {"positive": controlled(control_net())})),
     "ControlNet of one prompt": Beside(
-        lambda: full(positive=controlled(control_net(), both=False)), stopped=False, reference={"interval": 2}
+        lambda: full(positive=controlled(control_net(), both=False)), reference={"interval": 2}
     ),
-    "T2I adapter": Beside(lambda: sd15(adapter()), unlike=WITHOUT),
-    "T2I adapter and ControlNet": Beside(lambda: sd15(adapter(), control_net(**SD15)), stopped=False),
+    "T2I adapter": Beside(lambda: sd15(adapter())),
+    "T2I adapter and ControlNet": Beside(lambda: sd15(adapter(), control_net(**SD15))),
     # Layouts
     "SDXL": Beside(sdxl),
     "SDXL refiner": Beside(refiner),
     "SVD": Beside(svd),
-    "SVD of one frame": Beside(lambda: (svd()[0], svd()[1] | {"batch": 1}), reference=None),
-    "inpainting model": Beside(of_nine_channels, unlike=WITHOUT, reference={"sample": masked_sample}),
+    "SVD of one frame": Beside(lambda: (svd()[0], svd()[1] | {"batch": 1})),
+    "inpainting model": Beside(of_nine_channels, reference={"sample": masked_sample}),
     # Areas, times and windows
-    "areas": Beside(lambda: small(positive=in_areas()), unlike=WITHOUT),
-    "masks, apart": Beside(lambda: small(split_chunks, positive=in_masks()), unlike=WITHOUT),
+    "areas": Beside(lambda: small(positive=in_areas())),
+    "masks, apart": Beside(lambda: small(split_chunks, positive=in_masks())),
     "a prompt that begins late": Beside(
-        lambda: small(positive=late_prompt()), stopped=False, reference={"slow": by_uuid_reference, "expected": (3, 1)}
+        lambda: small(positive=prompt_from(0.15)),
+        reference={"slow": by_uuid_reference, "expected": (3, 1)},
     ),
     "a prompt that begins late, apart": Beside(
-        lambda: small(split_chunks, positive=late_prompt()),
-        stopped=False,
+        lambda: small(split_chunks, positive=prompt_from(0.15)),
         reference={"slow": by_uuid_reference, "expected": (2, 2)},
     ),
     # As many noise levels as frames: core 0.3.75 compares the two element by element.
     "windows that stay": Beside(
         lambda: small(lambda model: windowed(model, "standard_static"), batch=5),
-        stopped=False,
         reference={"slow": by_uuid_reference},
     ),
     # LoRAs, hooks and injections
     "LoRA": Beside(small, lora),
-    "hooked LoRA": Beside(with_hook, unlike=WITHOUT, reference=None),
+    "hooked LoRA": Beside(with_hook),
     # Percents of the third step of four, and of the last, which is full.
-    "LoRA of changing strength": Beside(lambda: with_hook(((0.0, 1.0), (0.5, 0.1), (0.8, 0.6))), stopped=False),
+    "LoRA of changing strength": Beside(lambda: with_hook(((0.0, 1.0), (0.5, 0.1), (0.8, 0.6)))),
     "injected layers": Beside(lambda: small(lambda model: injected(model, [1, 2, 3]), batch=3)),
 }
 
 
-@pytest.mark.parametrize("name", [name for name, beside in BESIDE.items() if beside.stopped])
-def test_skipped_step_equals_the_full_one(name):
-    beside = BESIDE[name]
-    model, run = beside.make()
-    model, run = beside.before(model), (SIZE if "latent" not in run else {}) | run
-    if beside.patch is None:
-        assert_skipped_is_full(model, **run, unlike=beside.unlike)
-    else:
-        assert_skipped_is_full(beside.patch(model), **run, unlike={"model": model})
-
-
-@pytest.mark.parametrize("name", [name for name, beside in BESIDE.items() if beside.reference is not None])
+@pytest.mark.parametrize("name", BESIDE)
 def test_run_is_as_if_every_layer_ran_in_either_order_of_the_nodes(name):
     beside = BESIDE[name]
     model, run = beside.make()
@@ -232,6 +212,8 @@ def test_run_is_as_if_every_layer_ran_in_either_order_of_the_nodes(name):
     if beside.patch is not None:
         model, plain = beside.patch(model), model
         other_order = lambda: beside.patch(cached(plain))  # noqa: E731
+        sample = beside.reference.get("sample", tiny_models.sample)
+        assert not torch.equal(sample(model, steps=2, **run), sample(plain, steps=2, **run)), "it does something"
     assert_as_reference(model, **run, **beside.reference, other_order=other_order)
 
 
@@ -244,45 +226,33 @@ def test_attention_patch_is_asked_in_full_steps_alone(tiny_unet):
     assert seen == [(block, index) for index, block in enumerate(BLOCKS)] and counts() == (1, 1)
 
 
-@pytest.mark.parametrize("interval", [2, 3, 5])
-@pytest.mark.parametrize("points", [1, 2])
-def test_deep_shrink_that_ends_in_mid_run_fails_nothing(tiny_unet, caplog, interval, points):
-    model = cached(deep_shrink(tiny_unet, True, end=0.5), interval, points=points)
-    assert tiny_models.sample(model, **SIZE, steps=8).isfinite().all()
-    assert counts()[1] >= 2
-    assert said_of_fallbacks(caplog) == []
-
-
-@pytest.mark.parametrize("end", [0.15, 0.3])
-def test_deep_shrink_may_end_where_a_second_prompt_begins(tiny_unet, caplog, end):
-    late = tiny_models.conditioning(seed=5, start_percent=end)
-    model = cached(deep_shrink(tiny_unet, True, end), 4)
-    out = tiny_models.sample(model, **SIZE, steps=4, positive=tiny_models.conditioning(seed=1) + late)
-    assert out.isfinite().all()
+@pytest.mark.parametrize(
+    "interval, points, end, positive, steps",
+    [
+        *((interval, points, 0.5, None, 8) for interval in (2, 3, 5) for points in (1, 2)),
+        *((4, 1, end, prompt_from(end), 4) for end in (0.15, 0.3)),
+    ],
+)
+def test_deep_shrink_that_ends_in_mid_run_fails_nothing(tiny_unet, caplog, interval, points, end, positive, steps):
+    model = cached(deep_shrink(tiny_unet, True, end), interval, points=points)
+    assert tiny_models.sample(model, **SIZE, steps=steps, positive=positive).isfinite().all()
+    assert counts()[1] >= 2 or positive
     assert said_of_fallbacks(caplog) == []
 
 
 # Guidance
 
 
-def test_forecasts_keep_the_answers_apart_too(small_unet):
-    model = both_attentions(split_chunks(small_unet))
-    (plain,) = still_answers(model, steps=1, **SIZE)
-    answers = still_answers(cached(model, 2, points=2), steps=7, **SIZE)
-    assert counts()[1] >= 2
-    for answer in answers:
-        assert_close(answer, plain)
-
-
-def test_guidance_of_two_ranges_never_gets_the_others_feature(small_unet):
-    model = within(small_unet, ("middle", 0), low=5.0, high=99.0)
-    model = within(model, ("output", 0), low=0.0, high=99.0)
-    # Half of the steps are left when the first range ends, on a skipped step.
-    plain = still_answers(model, steps=8, **SIZE)
-    answers = still_answers(cached(model, 8), steps=8, **SIZE)
-    assert counts() == (1, 7)
-    assert not torch.equal(plain[0], plain[-1])
-    assert [torch.equal(one, other) for one, other in zip(answers, plain, strict=True)] == [True] * 8
+def test_calls_in_which_other_blocks_are_replaced_have_features_of_their_own(small_unet):
+    """As those of a guidance in two ranges of noise levels."""
+    run, x = unet_run(), torch.zeros(1, 4, 8, 8)
+    features = run.of(small_unet.model.diffusion_model)
+    run.begin(3.0)
+    variants = set()
+    for patches in ({}, {"attn1": {("middle", 0): len}}, {"attn1": {("output", 0): len}}):
+        (key,) = host._branches(features, x, {"uuids": ["a"], "cond_or_uncond": [0], "patches_replace": patches})
+        variants.add(key.variant)
+    assert len(variants) == 3
 
 
 # ControlNets and T2I-Adapters
@@ -306,7 +276,6 @@ def test_inpainting_with_a_noise_mask_is_as_if_every_layer_ran(small_unet):
     out = assert_as_reference(small_unet, sample=masked_sample, denoise=0.6, **run)
     kept = mask[..., ::8, ::8].expand_as(out) == 0
     assert torch.allclose(out[kept], picture()[kept], atol=1e-5)
-    assert_skipped_is_full(small_unet, **run, unlike={"noise_mask": None})
 
 
 def test_differential_diffusion_moves_its_mask_on_skipped_steps_too(small_unet):
@@ -355,7 +324,6 @@ def test_loras_of_two_masked_prompts_keep_their_features_apart(small_unet):
     model, first = hooked(small_unet, mask=left)
     model, second = hooked(model, ((0.0, 0.2), (0.3, 1.0)), seed=2, mask=right)
     assert_as_reference(model, **SIZE, positive=first + second)
-    assert_skipped_is_full(model, **SIZE, positive=first, negative=hooked(small_unet, seed=2)[1])
 
 
 def test_injected_layers_come_and_go_between_runs_of_one_model(small_unet, sample):

@@ -165,7 +165,7 @@ BESIDE = {
     "two evaluations a step": (lambda model: model, {"sampler": "heun"}, None),
     # As many noise levels as frames: core 0.3.75 compares the two element by element.
     "context windows": (lambda model: windowed(model, "standard_static"), {"batch": 5, "steps": 4}, None),
-    "a guider": (lambda model: model, {}, 2),
+    "a guider of three prompts": (lambda model: model, {}, 3 * 2),
 }
 
 
@@ -174,7 +174,7 @@ def test_beside_other_nodes_the_image_is_the_same(model, control, as_core_does, 
     patch, changes, calls = BESIDE[name]
     run = {**RUN, **changes}
     sample = dual_guider(control)
-    if name != "a guider":
+    if "guider" not in name:
         sample, run = tiny_models.sample, {**run, "positive": controlled(control)}
     for skipping in (patch(cached(model)), cached(patch(model))):
         control.calls.clear()
@@ -295,7 +295,7 @@ def test_wrapper_of_another_node_gets_what_it_always_got(model, control, as_core
     before = len(control.calls)
     assert torch.equal(tiny_models.sample(skipping, **run), expected)
     assert counts() == steps and steps[1] >= 2
-    assert len(control.calls) == 2 * before
+    assert len(control.calls) == 2 * before or by is by_a_hook  # the other prompt's waits
     assert not torch.equal(expected, tiny_models.sample(cached(model), **plain))
 
 

@@ -53,20 +53,31 @@ def small_unet():
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The calls of the runs from now on, as in `STATED`."""
-    seen = []
+def runs(monkeypatch):
+    """The runs from now on, each with `told`: the step of each call, and how it ran."""
+    made = []
 
     class Watched(DeepCacheRun):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.told = []
+            made.append(self)
+
         def count(self, skipped):
-            seen.append((self.step, "s" if skipped else "F"))
+            self.told.append((self.step, "s" if skipped else "F"))
             super().count(skipped)
 
     monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    return made
+
+
+@pytest.fixture
+def calls(runs):
+    """The calls of the runs from now on, as in `STATED`."""
 
     def told():
         text, last = "", None
-        for step, mark in seen:
+        for step, mark in (call for run in runs for call in run.told):
             text += mark if step == last else f" {step}{mark}"
             last = step
         return text.strip()
@@ -258,25 +269,18 @@ def test_steps_outside_the_window_are_full(small_unet, sample, calls, window, ex
 
 
 @pytest.mark.parametrize("flow", [False, True])
-def test_run_knows_the_window_and_the_kind_of_its_noise_levels(small_unet, sample, monkeypatch, flow):
-    runs = []
-
-    class Watched(DeepCacheRun):
-        def close(self):
-            runs.append((self._window, self.facts.is_flow, self.facts.levels[0]))
-            super().close()
-
+def test_run_knows_the_window_and_the_kind_of_its_noise_levels(small_unet, sample, runs, flow):
     class Flow(comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_sampling.CONST):
         pass
 
-    monkeypatch.setattr(host, "DeepCacheRun", Watched)
     model = small_unet.clone()
     if flow:
         model.add_object_patch("model_sampling", Flow())
     sampling = model.get_model_object("model_sampling")
     sample(cached(model, start_percent=0.25, end_percent=0.75), 64, 64, steps=4)
-    expected = tuple(float(sampling.percent_to_sigma(percent)) for percent in (0.25, 0.75))
-    assert runs == [(expected, flow, pytest.approx(1.0 if flow else 14.61, abs=0.01))]
+    (run,) = runs
+    assert run._window == tuple(float(sampling.percent_to_sigma(percent)) for percent in (0.25, 0.75))
+    assert run.facts.is_flow == flow and run.facts.levels[0] == pytest.approx(1.0 if flow else 14.61, abs=0.01)
 
 
 def test_run_tells_what_it_did(small_unet, sample):
@@ -297,21 +301,6 @@ def test_run_tells_what_it_did(small_unet, sample):
 LEVELS = [14.6, 9.0, 6.0, 4.0, 2.7, 1.8, 1.2, 0.8, 0.4, 0.0]
 
 
-def measured_of(model, sampler):
-    """What is measured of a sampler while it runs."""
-    found = []
-
-    class Watched(DeepCacheRun):
-        def __init__(self, settings, facts, *rest, **more):
-            found.append(facts)
-            super().__init__(settings, facts, *rest, **more)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host, "DeepCacheRun", Watched)
-        by_levels(cached(model), torch.tensor(LEVELS), sampler)
-    return found[0]
-
-
 def moves_with_noise(model, sampler):
     """Whether the latent depends on the seed where the model answers the same: the noise that a step adds."""
 
@@ -325,8 +314,9 @@ def moves_with_noise(model, sampler):
 
 
 @pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
-def test_what_a_sampler_does_is_measured(small_unet, sampler):
-    facts = measured_of(small_unet, sampler)
+def test_what_a_sampler_does_is_measured(small_unet, runs, sampler):
+    by_levels(cached(small_unet), torch.tensor(LEVELS), sampler)
+    facts = runs[0].facts
     assert facts.levels == pytest.approx(LEVELS, abs=2e-3)
     # What cannot be measured, as of those that choose levels of their own, is taken to add noise.
     assert facts.adds_noise == (moves_with_noise(small_unet, sampler) or sampler == "dpm_fast")
@@ -336,9 +326,10 @@ def test_what_a_sampler_does_is_measured(small_unet, sampler):
     assert all(0.3 * own < gain <= 4 for own, gain in zip(euler[1:], gains, strict=True)), gains
 
 
-def test_samplers_of_other_packs_are_measured_like_cores(small_unet, monkeypatch):
+def test_samplers_of_other_packs_are_measured_like_cores(small_unet, runs, monkeypatch):
     function = comfy.samplers.k_diffusion_sampling.sample_dpmpp_2m
-    expected = measured_of(small_unet, "dpmpp_2m")
+    by_levels(cached(small_unet), torch.tensor(LEVELS), "dpmpp_2m")
     monkeypatch.setattr(function, "__module__", "a_pack_of_samplers")
     monkeypatch.setattr(function, "__name__", "sample_as_nobody_else")
-    assert measured_of(small_unet, "dpmpp_2m") == expected and expected.gains
+    by_levels(cached(small_unet), torch.tensor(LEVELS), "dpmpp_2m")
+    assert runs[0].facts == runs[1].facts and runs[0].facts.gains

@@ -704,7 +704,8 @@ def swappable() -> list:
     """The places of all functions that give tensors in the blocks of a UNet."""
     one = tiny_models.small_unet()
     found = [block for _, block in blocks(one.model.diffusion_model)]
-    return that_give_tensors(functions_of(found), lambda: image(one, steps=1))
+    modules = attention, openaimodel, torch.nn.functional
+    return that_give_tensors(functions_of(found, *modules), lambda: image(one, steps=1))
 
 
 @pytest.mark.thorough  # minutes: a graph for each function

@@ -95,45 +95,6 @@ def test_images_per_prompt(pipes, images):
 
 
 @warmed
-def test_callback_sees_every_step_and_may_change_the_latents(pipes):
-    _, fast = pipes
-    seen = []
-
-    def watch(pipe, step, timestep, tensors):
-        assert pipe is fast and set(tensors) <= set(pipe._callback_tensor_inputs)
-        seen.append((step, float(timestep), tensors["latents"].clone()))
-        return tensors
-
-    names = [name for name in fast._callback_tensor_inputs if name in ("latents", "prompt_embeds")]
-    latents = call(fast, output_type="latent", callback_on_step_end=watch, callback_on_step_end_tensor_inputs=names)[0]
-    assert [step for step, *_ in seen] == list(range(STEPS))
-    assert torch.equal(seen[-1][2], latents)
-
-    def clear(pipe, step, timestep, tensors):
-        return {"latents": torch.zeros_like(tensors["latents"])} if step == STEPS - 1 else tensors
-
-    assert not call(fast, output_type="latent", callback_on_step_end=clear)[0].any()
-    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
-        call(fast, callback_on_step_end=watch, callback_on_step_end_tensor_inputs=["noise"])
-
-
-@warmed
-def test_interrupted_after_a_step_the_image_is_that_steps(pipes):
-    plain, fast = pipes
-    latents = []
-
-    def stop(pipe, step, timestep, tensors):
-        latents.append(tensors["latents"].clone())
-        pipe._interrupt = step == 1
-        return tensors
-
-    out = call(fast, output_type="latent", callback_on_step_end=stop)[0]
-    assert len(latents) == 2 and torch.equal(out, latents[-1])
-    # The next image is whole again.
-    assert difference(call(fast)[0], call(plain)[0]) < TOLERANCE
-
-
-@warmed
 def test_saved_and_loaded_it_is_the_same_pipeline_and_plain(pipes, tmp_path):
     plain, fast = pipes
     keys = {name: list(part.state_dict()) for name, part in models(plain).items()}
@@ -162,24 +123,6 @@ def test_weights_of_another_type_are_used_from_the_next_image_on():
     assert out.dtype == torch.bfloat16 and difference(out, expected) < 0.1
     fast.to(torch.float32)
     assert 0 < difference(call(fast)[0], before) < 0.1  # the weights have been rounded
-
-
-@warmed
-@of_unets
-def test_another_pipeline_from_its_models(pipes):
-    plain, fast = pipes
-    target = getattr(diffusers, type(fast).__name__.replace("Pipeline", "Img2ImgPipeline"))
-    image = torch.rand(1, 3, 48, 32, generator=torch.Generator().manual_seed(5))
-    given = {"image": image, "strength": 0.5, "num_inference_steps": 4}
-    if "ControlNet" in type(fast).__name__:
-        given["control_image"] = image
-    made = []
-    for pipe in (plain, fast):
-        other = target.from_pipe(pipe)
-        other.set_progress_bar_config(disable=True)
-        assert other.unet is pipe.unet
-        made.append(other(**given, **zoo.prompt(other), generator=torch.manual_seed(0), output_type="pt")[0])
-    assert difference(made[1], made[0]) < TOLERANCE
 
 
 def test_images_of_every_sort_start_and_end_alike():

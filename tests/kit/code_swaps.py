@@ -375,52 +375,17 @@ def assert_calls_follow_the_code(
 # Whatever code a model runs
 
 
-def _calls_of(function: types.FunctionType) -> Iterator[tuple[Any, str]]:
-    """Where the functions are found that its code names: in its module, or in one that is named with them."""
-    codes = [function.__code__]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes.extend(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
-    owners, seen = [sys.modules.get(function.__module__)], set()
-    while owners:
-        owner = owners.pop()
-        if owner is None or id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        for name in sorted(names.intersection(vars(owner))):
-            value = vars(owner)[name]
-            if isinstance(value, types.ModuleType):
-                owners.append(value)
-            elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-                yield owner, name
-
-
-def functions_of(blocks: list[torch.nn.Module]) -> list[tuple[Any, str]]:
-    """(class or module of Python's, name) of the functions that the code of these blocks may run, in a fixed order."""
-    classes = {type(part) for block in blocks for part in block.modules()}
-    found: dict[tuple[str, str], tuple[Any, str]] = {}
-    functions: list[types.FunctionType] = []
-    for cls in sorted({base for cls in classes for base in cls.__mro__}, key=lambda cls: cls.__qualname__):
-        if cls in (torch.nn.Module, object):
-            continue
-        for name, value in sorted(vars(cls).items()):
-            if isinstance(value, types.FunctionType) and not name.startswith("__"):
-                found[f"{cls.__module__}.{cls.__qualname__}", name] = cls, name
-                functions.append(value)
-    seen = set()
-    while functions:
-        function = functions.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        for owner, name in _calls_of(function):
-            found[owner.__name__, name] = owner, name
-            value = vars(owner)[name]
-            if isinstance(value, types.FunctionType):
-                functions.append(value)
-    return [found[key] for key in sorted(found)]
+def functions_of(blocks: list[torch.nn.Module], *modules: types.ModuleType) -> list[tuple[Any, str]]:
+    """(class or module of Python's, name) of the functions of the blocks' and their parts' classes, and of these
+    modules, in a fixed order."""
+    classes = {base for block in blocks for part in block.modules() for base in type(part).__mro__}
+    owners = sorted(classes - {torch.nn.Module, object}, key=lambda cls: (cls.__module__, cls.__qualname__))
+    return [
+        (owner, name)
+        for owner in (*owners, *modules)
+        for name, value in sorted(vars(owner).items())
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and not name.startswith("__")
+    ]
 
 
 def that_give_tensors(places: list[tuple[Any, str]], call: Callable[[], Any]) -> list[tuple[Any, str]]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
-import comfy.sample
-import comfy.samplers
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
@@ -98,16 +96,6 @@ def unet_run(interval=3, levels=(3.0, 2.0, 1.0, 0.0)):
     return run_of(every(interval), levels, find_split)
 
 
-def full_and_skipped(model, height, width, **call):
-    """The UNet at one and the same input, first as a full step and then as a skipped one."""
-    run = unet_run()
-    x = torch.randn(2, 4, height, width, generator=torch.Generator().manual_seed(1))
-    make = {name: value if callable(value) else lambda value=value: value for name, value in call.items()}
-    outs = [call_unet(model, run, x, sigma, **{name: value() for name, value in make.items()}) for sigma in (3.0, 2.0)]
-    assert (run.full_steps, run.skipped_steps, run.why_full) == (1, 1, None)
-    return outs
-
-
 def full_and_skipped_flops(split, x, call):
     """Of a full and of a skipped `call()` of the split's model on two chunks `x`, as torch counts them."""
     features = features_of(split, levels=(2.0, 1.0, 0.0))
@@ -132,9 +120,6 @@ SMALL = {
 
 Streams = Callable[[int, dict], list[Hashable]]
 """From a call's place in its step and its transformer_options to one key for each conditioning chunk of its batch."""
-
-LEVEL = 3.0
-"""The noise level at which a stopped model answers."""
 
 
 class Slow:
@@ -220,70 +205,3 @@ def assert_as_reference(
     assert torch.equal(plain, off)
     assert out.isfinite().all() and not torch.equal(out, plain)
     return out
-
-
-# Time stopped
-
-
-def stopped(model):
-    """A clone whose model takes every noise level for `LEVEL`."""
-
-    class Stopped(type(model.get_model_object("model_sampling"))):
-        def timestep(self, sigma):
-            return super().timestep(torch.full_like(sigma, LEVEL))
-
-        def calculate_input(self, sigma, noise):
-            return super().calculate_input(torch.full_like(sigma, LEVEL), noise)
-
-        def calculate_denoised(self, sigma, model_output, model_input):
-            return super().calculate_denoised(torch.full_like(sigma, LEVEL), model_output, model_input)
-
-        def noise_scaling(self, sigma, noise, latent_image, max_denoise=False):
-            return super().noise_scaling(torch.full_like(sigma, LEVEL), noise, latent_image, max_denoise)
-
-    clone = model.clone()
-    clone.add_object_patch("model_sampling", Stopped(model.model.model_config))
-    return clone
-
-
-def still_answers(model, steps=3, width=128, height=128, batch=1, cfg=5.0, latent=None, noise_mask=None, **conds):
-    """The denoised latent of every step of a run in which no step's input differs from the first one's."""
-    answers = []
-
-    def ask_the_same(guider, x, sigmas, extra_args=None, callback=None, disable=None):
-        answers.clear()  # what it does is measured first
-        for sigma in sigmas[:-1]:
-            answers.append(guider(x.clone(), sigma * x.new_ones(x.shape[0]), **extra_args))
-        return answers[-1]
-
-    channels = model.get_model_object("latent_format").latent_channels
-    latent = torch.zeros(batch, channels, height // 8, width // 8) if latent is None else latent
-    comfy.sample.sample_custom(
-        stopped(model),
-        comfy.sample.prepare_noise(latent, 0),
-        cfg,
-        comfy.samplers.KSAMPLER(ask_the_same),
-        torch.linspace(10.0, 0.0, steps + 1),
-        conds.get("positive") or tiny_models.conditioning(seed=1),
-        conds.get("negative") or tiny_models.conditioning(seed=2),
-        latent,
-        noise_mask=noise_mask,
-        disable_pbar=True,
-        seed=0,
-    )
-    return answers
-
-
-def assert_skipped_is_full(model, width=128, height=128, unlike=None, **run):
-    """With time stopped, two skipped steps give the plain model's answer bit by bit.
-
-    unlike: a model, or changes of the run, without what is tested; it must make a difference.
-    """
-    run |= {"width": width, "height": height}
-    (plain,) = still_answers(model, steps=1, **run)
-    answers = still_answers(cached(model), **run)
-    assert counts() == (1, 2)
-    assert [torch.equal(answer, plain) for answer in answers] == [True] * 3
-    if unlike is not None:
-        (without,) = still_answers(**({"model": model} | run | unlike), steps=1)
-        assert not torch.equal(without, plain)

@@ -197,23 +197,6 @@ def reference_with_held_attention(model, interval):
     return model
 
 
-def within(model, block, low, high):
-    """Guidance that asks again without one block's attention, between two noise levels, as skip-layer guidance."""
-
-    def guide(args):
-        sigma, options = args["sigma"], args["model_options"].copy()
-        if not low <= sigma[0].item() <= high:
-            return args["denoised"]
-        leave_out = lambda q, k, v, extra: v  # noqa: E731
-        options = comfy.model_patcher.set_model_options_patch_replace(options, leave_out, "attn1", *block)
-        (without,) = comfy.samplers.calc_cond_batch(args["model"], [args["cond"]], args["input"], sigma, options)
-        return args["denoised"] + 0.7 * (args["cond_denoised"] - without)
-
-    model = model.clone()
-    model.set_model_sampler_post_cfg_function(guide)
-    return model
-
-
 def guided(make):
     """`tiny_models.sample` with the guider that `make` gives from a model."""
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
     """
     with ExitStack() as undo:
         if models_to_split(pipe, log.warning) and not settings.is_off:
-            images = undo.enter_context(_Images(pipe, settings))
-            undo.enter_context(around_loops(pipe, images.one))
+            running: dict[int, ExitStack] = {}
+            # Images that were broken off, whose frames an exception may keep alive.
+            undo.callback(lambda: [image.close() for image in list(running.values())])
+            undo.enter_context(around_loops(pipe, partial(_image, weakref.ref(pipe), settings, running)))
         del pipe  # the context must not keep its memory
         yield
 
@@ -77,41 +80,27 @@ def models_to_split(pipe: Any, report: Callable[..., None]) -> list[torch.nn.Mod
     return found
 
 
-class _Images:
-    """The images that a pipeline makes within this context; its models are looked up for each."""
+@contextmanager
+def _image(pipe: weakref.ref[Any], settings: DeepCacheSettings, running: dict[int, ExitStack]) -> Iterator[None]:
+    """One denoising loop; a loop within it, as over the parts of a video, belongs to it. The models are looked up anew.
 
-    def __init__(self, pipe: Any, settings: DeepCacheSettings):
-        self.pipe, self.settings = weakref.ref(pipe), settings
-        self.made: dict[int, ExitStack] = {}
-        """Thread in the middle of an image → what ends the image."""
-
-    def __enter__(self) -> _Images:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for undo in list(self.made.values()):
-            undo.close()
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """One denoising loop; a loop within it, as over the parts of a video, belongs to it."""
-        thread = threading.get_ident()
-        if thread in self.made:
-            yield
-            return
-        with ExitStack() as undo:
-            self.made[thread] = undo
-            undo.callback(self.made.pop, thread, None)
-            pipe = self.pipe()
-            models, settings = models_to_split(pipe, log.debug), self.settings
-            for model in models:
-                cache = _Cache(pipe, model, settings, len(models))
-                undo.callback(cache.end_image)
-                undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
-                scheduler = getattr(pipe, "scheduler", None)
-                if callable(getattr(scheduler, "step", None)):
-                    undo.enter_context(around_steps(scheduler, cache.before_step, cache.after_step))
-            yield
+    running: thread in the middle of an image → what ends the image.
+    """
+    thread = threading.get_ident()
+    if thread in running:
+        yield
+        return
+    with ExitStack() as undo:
+        running[thread] = undo
+        undo.callback(running.pop, thread, None)
+        models, scheduler = models_to_split(pipe(), log.debug), getattr(pipe(), "scheduler", None)
+        for model in models:
+            cache = _Cache(pipe(), model, settings, len(models))
+            undo.callback(cache.end_image)
+            undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
+            if callable(getattr(scheduler, "step", None)):
+                undo.enter_context(around_steps(scheduler, cache.before_step, cache.after_step))
+        yield
 
 
 class _Cache:
@@ -177,12 +166,10 @@ class _Cache:
         self.layouts = []
         if run is None or not layouts:
             return None
-        if not run.facts.adds_noise and given.get("eta"):
-            # DDIM's noise of its own, which it is only told now.
-            if run.skipped_steps:
-                run.run_in_full("its scheduler began to add noise after it had skipped steps without")
-            else:
-                run.add_noise()
+        if not run.facts.adds_noise and given.get("eta"):  # DDIM's
+            run.stop_correcting()
+            run.run_in_full("its scheduler is told only in its steps that it adds noise")
+            return None
         try:
             return self._ended(run, given, layouts)
         except Exception as error:

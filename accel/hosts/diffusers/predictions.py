@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...core.events import log
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.sampler_facts import Noise, Predict, SamplerFacts, measured
 from .replaced_method import replaced_method
@@ -67,10 +66,9 @@ def follows_of(scheduler: Any, angle: float) -> float:
 def facts_of(schedule: PipelineSchedule, place: int) -> SamplerFacts:
     """What a scheduler does from the step at `place` on, by running a copy of it on the CPU, without the model."""
     original, levels = schedule.scheduler, schedule.run_from(place)
-    unknown = SamplerFacts(levels, schedule.is_flow, adds_noise=True)
     timesteps = schedule.timesteps[place:].cpu()
     if getattr(original, "step_index", None) not in (None, place):
-        return unknown  # it went on or back
+        return SamplerFacts(levels, schedule.is_flow, adds_noise=True)  # it went on or back
     level_of = {float(time): level for time, level in schedule.levels.items()}
 
     def sample(predict: Predict, noise: Noise, latent: torch.Tensor) -> torch.Tensor:
@@ -83,18 +81,11 @@ def facts_of(schedule: PipelineSchedule, place: int) -> SamplerFacts:
             latent = scheduler.step(output, timestep, latent, return_dict=False)[0]
         return latent
 
-    try:
-        with torch.random.fork_rng(devices=[]):
-            facts = measured(levels, schedule.is_flow, sample)
-        # Configs made from another scheduler's have fields that the class ignores.
-        own = inspect.signature(type(original).__init__).parameters
-        is_clipped = any(
-            getattr(original.config, name, False) for name in ("clip_sample", "thresholding") if name in own
-        )
-        return replace(facts, response=None) if is_clipped else facts
-    except Exception as error:
-        log.debug("DeepCache: what %s does could not be measured: %s", type(original).__name__, error)
-        return unknown
+    facts = measured(levels, schedule.is_flow, sample)
+    # Configs made from another scheduler's have fields that the class ignores.
+    own, config = inspect.signature(type(original).__init__).parameters, getattr(original, "config", None)
+    is_clipped = any(getattr(config, name, False) for name in ("clip_sample", "thresholding") if name in own)
+    return replace(facts, response=None) if is_clipped else facts
 
 
 def _on_cpu(scheduler: Any) -> Any:

@@ -100,7 +100,7 @@ class DiTSplit:
         for span in spans:
             full = _FullCall(self, span, features, keys)
             blocks = {span.first, span.last} if span.streams else span.blocks
-            layers.update({block: partial(_call, full, block) for block in blocks})
+            layers.update({block: partial(full, block) for block in blocks})
         return layers
 
     def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
@@ -109,7 +109,7 @@ class DiTSplit:
         the second step on."""
         spans = [span for span in self.spans if span.has_residual]
         self._calls = [_SkippedCall(span, features, keys) for span in spans]
-        return {block: partial(_call, call, block) for call in self._calls for block in call.span.blocks}
+        return {block: partial(call, block) for call in self._calls for block in call.span.blocks}
 
     def check_done(self) -> None:
         """See `Split.check_done`: a patch may stand in the place of the last block."""
@@ -151,10 +151,6 @@ def has_dit_layout(model: Any) -> bool:
     return isinstance(model, torch.nn.Module) and sum(len(found.blocks) for found in trunk_of(model)) >= 3
 
 
-def _call(call: _FullCall | _SkippedCall, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    return call(block, inner, args, kwargs)
-
-
 class _FullCall:
     """One full call on its way through a span."""
 
@@ -167,7 +163,7 @@ class _FullCall:
         """By name, the dicts and lists that blocks were given and changed."""
         span.finder.forget_tensors()
 
-    def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
+    def __call__(self, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
         span = self.span
         if span.is_excluded:
             return inner(*args, **kwargs)
@@ -270,7 +266,7 @@ class _SkippedCall:
         self.is_done = False
         """Whether the last block was ever called: a call that is captured is made several times."""
 
-    def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
+    def __call__(self, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """The first block's input, from every block but the last; from the last the input plus the residual.
 
         What is added between skipped blocks (residuals of a ControlNet, or of other blocks) is in the stored residual

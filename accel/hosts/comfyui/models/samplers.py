@@ -83,15 +83,10 @@ def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) 
         models.append(_Model(guider, predict))
         return _sampled(sampler, models[-1], levels, noise, latent)
 
-    try:
-        with torch.random.fork_rng(devices=[]):
-            facts = measured(levels, is_flow, sample)
-        if any(model.is_asked_for_parts for model in models):
-            return SamplerFacts(facts.levels, is_flow, facts.adds_noise)  # the parts' errors differ
-        return facts
-    except Exception as error:  # it needs more of the model than its predictions
-        log.debug("DeepCache: what a sampler does could not be measured: %s", error)
-        return SamplerFacts(tuple(levels), is_flow, adds_noise=True)
+    facts = measured(levels, is_flow, sample)
+    if any(model.is_asked_for_parts for model in models):
+        return SamplerFacts(facts.levels, is_flow, facts.adds_noise)  # the parts' errors differ
+    return facts
 
 
 def _sampled(sampler: Any, model: _Model, levels: Sequence[float], noise: Noise, latent: torch.Tensor) -> torch.Tensor:
