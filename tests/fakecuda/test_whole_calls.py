@@ -80,7 +80,9 @@ def test_model_whose_whole_calls_are_slower_is_left_alone_in_later_runs_too_and_
     assert (row["block"], row["code"], row["calls"]) == ("Net", "host_bound", 3 * (3 + 4))
     assert "Python is what its steps wait for" in row["reason"]
     later = run_of(net, run.cache)
+    later.calls.unspared = Reason("cuda_malloc_async")
     assert calls(later, 3) == [False] * 3 and later.eager_calls == 9
+    assert [row["code"] for row in fallbacks.rows()] == ["host_bound", "host_bound_without_graphs"]
 
 
 def test_model_whose_whole_calls_are_faster_is_compiled(net, delays):
@@ -103,22 +105,6 @@ def test_it_is_taken_up_again_at_another_size_under_other_code_and_with_other_se
     other = CompileSettings(backend="eager", measured=True, any_size=False)
     assert calls(run_of(net, run.cache, other), 9)[-1:] == [True]
     assert calls(run_of(net, run.cache), 1) == [False]
-
-
-def test_calls_that_are_captured_are_not_asked(net, delays):
-    delays["compiled"] = 0.01
-    run = run_of(net)
-    assert calls(run, 9)[-1:] == [False]
-    assert calls(run, 3, are_alike=False) == [True] * 3
-
-
-def test_sentence_names_what_would_spare_python_where_the_allocator_forbids_it(net, delays):
-    delays["compiled"] = 0.01
-    run = run_of(net)
-    calls(run, 9)
-    run.calls.unspared = Reason("cuda_malloc_async")
-    run.calls.end()
-    assert [row["code"] for row in fallbacks.rows()] == ["host_bound_without_graphs"]
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -153,10 +139,9 @@ def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(
     assert [known.times.spared for known in run.calls._met] == [1.0]
 
 
-@pytest.mark.parametrize("settings", [CompileSettings(backend="eager")])
-def test_nobody_asked_for_times(net, delays, settings):
+def test_nobody_asked_for_times(net, delays):
     delays["compiled"] = 0.01
-    assert calls(run_of(net, settings=settings), 9) == [True] * 9
+    assert calls(run_of(net, settings=CompileSettings(backend="eager")), 9) == [True] * 9
 
 
 def test_run_that_is_too_short_goes_on_in_the_next(net, delays):

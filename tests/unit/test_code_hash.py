@@ -67,17 +67,6 @@ def test_wrapper_around_a_method_counts_with_what_it_closes_over(monkeypatch):
         describe(Block())
 
 
-def test_defaults_of_functions_make_another_kind():
-    def scaled(factor):
-        return lambda v, s=factor: v * s
-
-    def keyed(factor):
-        return lambda v, *, s=factor: v * s
-
-    for make in (scaled, keyed):
-        assert digest(Runs(make(1.0))) == digest(Runs(make(1.0))) != digest(Runs(make(5.0)))
-
-
 def test_plain_class_attribute_that_the_code_reads_makes_another_kind(monkeypatch):
     before = digest(Runs())
     monkeypatch.setattr(Runs, "table", {"never": "read"})

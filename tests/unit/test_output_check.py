@@ -236,39 +236,44 @@ def test_channels_of_pictures_are_found_on_either_side():
             assert (beyond_rounding(out, right, [given]) is None) == (fault is None), (dtype, fault)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_values_that_are_no_numbers_count_as_different(bad):
-    assert beyond_rounding(torch.full((4,), bad), torch.ones(4)) == math.inf
-    assert beyond_rounding(torch.tensor(bad), torch.tensor(1.0)) == math.inf
+@dataclasses.dataclass
+class Made:
+    out: torch.Tensor
 
 
-def test_nothing_is_said_of_values_where_the_model_itself_overflows():
-    right = torch.where(VALUE > 0.9, math.inf, VALUE)
-    assert beyond_rounding(torch.ones(4), torch.full((4,), math.nan)) is None
-    assert beyond_rounding(torch.where(VALUE > 0.9, 2, VALUE), right) is None
-    assert beyond_rounding(torch.where(VALUE > 0.8, 2, VALUE), right) > 1
+SMALL, NAN = VALUE.view(4, 16), torch.full((64,), math.nan)
+EIGHT = SMALL.to(torch.float8_e4m3fn)
+OVERFLOWN = torch.where(VALUE > 0.9, math.inf, VALUE)
+OUTPUTS = {
+    "a value that is no number": (NAN, VALUE, [], math.inf),
+    "one that is infinite, and alone": (torch.tensor(math.inf), torch.tensor(1.0), [], math.inf),
+    "anything where the model itself overflows": (VALUE, NAN, [], None),
+    "another value where it overflows": (torch.where(VALUE > 0.9, 2, VALUE), OVERFLOWN, [], None),
+    "another value beside": (torch.where(VALUE > 0.8, 2, VALUE), OVERFLOWN, [], 1),
+    "an input that is no number, and rounding": (VALUE * (1 + 1e-4), VALUE, [NAN], None),
+    "an input that is no number": (VALUE * 2, VALUE, [-NAN], 1),
+    "another shape": (VALUE[:1], VALUE, [], math.inf),
+    "another type": (VALUE.double(), VALUE, [], math.inf),
+    "other dimensions": (SMALL, VALUE, [], math.inf),
+    "rounding in tuples": ((VALUE, [VALUE.half(), None]), (VALUE, [(VALUE * 1.005).half(), None]), [], None),
+    "the second of two": ((VALUE, VALUE + 1), (VALUE, VALUE), [], 10),
+    "nothing, and whole numbers": ((torch.empty(0), torch.ones(2).int()), (torch.empty(0), VALUE.int()[:2]), [], None),
+    "zeros": (torch.zeros(4), torch.zeros(4), [torch.ones(4)], None),
+    "no zeros": (torch.ones(4), torch.zeros(4), [], 1),
+    "a dict": ({"out": SMALL * 1.5}, {"out": SMALL}, [], 2),
+    "an object": (Made(SMALL * 1.5), Made(SMALL), [], 2),
+    "complex numbers": (torch.complex(SMALL, SMALL) * 1.5, torch.complex(SMALL, SMALL), [], 2),
+    "eight bits": ((-SMALL).to(EIGHT.dtype), EIGHT, [], 1),
+}
+"""(output, what is right, inputs, how many times as much as rounding explains they differ; None: no more than that)"""
 
 
-def test_input_that_is_no_number_is_none_that_a_block_adds_to():
-    for bad in (math.nan, -math.inf):
-        assert beyond_rounding(VALUE * (1 + 1e-4), VALUE, [torch.full_like(VALUE, bad)]) is None
-        assert beyond_rounding(VALUE * 2, VALUE, [torch.full_like(VALUE, bad)]) > 1
-
-
-@pytest.mark.parametrize("out", [VALUE[:1], VALUE.double(), VALUE.reshape(8, 8)])
-def test_output_of_another_shape_or_type_is_different_whatever_its_values(out):
-    assert beyond_rounding(out, VALUE) == math.inf
-
-
-def test_tuples_differ_by_their_worst_tensor():
-    assert beyond_rounding((VALUE, [VALUE.half(), None]), (VALUE, [(VALUE * 1.005).half(), None])) is None
-    assert beyond_rounding((VALUE, VALUE + 1), (VALUE, VALUE)) > 10
-    assert beyond_rounding((torch.empty(0), torch.ones(2, dtype=torch.int)), (torch.empty(0), VALUE.int()[:2])) is None
-
-
-def test_zeros_are_zeros():
-    assert beyond_rounding(torch.zeros(4), torch.zeros(4), [torch.ones(4)]) is None
-    assert beyond_rounding(torch.ones(4), torch.zeros(4)) > 1
+@pytest.mark.parametrize(("out", "right", "given", "times"), OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_of_any_kind_are_compared(out, right, given, times):
+    types = {torch.bfloat16, torch.float8_e4m3fn} if right is EIGHT else ()
+    found = beyond_rounding(out, right, given, types)
+    assert found is None if times is None else found == times if times == math.inf else found > times
+    assert times in (None, math.inf) or beyond_rounding(right, right, given, types) is None
 
 
 @pytest.mark.parametrize(
@@ -298,26 +303,3 @@ def test_sums_that_are_rounded_to_half_precision_explain_more():
         assert beyond_rounding(right * 1.02, right) is None
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
-
-
-@pytest.mark.parametrize("kind", ["dict", "object", "complex"])
-def test_outputs_of_any_kind_are_compared(kind):
-    def made(factor):
-        out = torch.linspace(-1, 1, 64).view(4, 16) * factor
-        if kind == "complex":
-            return torch.complex(out, out)
-        return {"out": out} if kind == "dict" else Made(out)
-
-    assert beyond_rounding(made(1.0), made(1.0)) is None and beyond_rounding(made(1.5), made(1.0)) > 2
-
-
-@dataclasses.dataclass
-class Made:
-    out: torch.Tensor
-
-
-def test_tensors_of_eight_bits_are_compared():
-    right = torch.linspace(-1, 1, 64).to(torch.float8_e4m3fn).view(4, 16)
-    wrong = torch.linspace(1, -1, 64).to(torch.float8_e4m3fn).view(4, 16)
-    types = {torch.bfloat16, torch.float8_e4m3fn}
-    assert beyond_rounding(right, right.clone(), types=types) is None and beyond_rounding(wrong, right, types=types) > 1
