@@ -86,8 +86,8 @@ class BlockRunner:
         self._on_shortage = on_shortage
         self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged)
         kind, wraps = region.kind, region.wraps
-        self._outside_recording = outside_recording
-        self._is_surrounded = source is not None or outside_recording is not nullcontext
+        self._outside_recording, self._is_streamed = outside_recording, source is not None
+        self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or region.slots
         is_read = wraps is not None and wraps.adds
         self._lora = AddedWeights(region.block, kind.tensors, wraps) if is_read else None
@@ -283,7 +283,7 @@ class BlockRunner:
         if resolved.verdict is not None:
             self.ways.add(resolved.verdict)
             raise RunEagerly(resolved.verdict)
-        if resolved.is_compared:
+        if resolved.is_compared and self._is_streamed:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()
         else:
