@@ -1,4 +1,4 @@
-"""`bench fleet --simulate`: does it pay to send a prompt where its graph is, with so many workers and such traffic?
+"""`bench fleet --simulate`: does it pay to send a prompt where its graph is, with so many workers?
 
 Discrete events, prompt by prompt, without Ray, ComfyUI or torch. The fleet's own rule (`fleet.routing`) decides where a
 prompt goes; each worker takes some prompts at once and runs one, as the fleet's replicas do. What an image, a captured
@@ -20,7 +20,6 @@ from functools import cache
 from itertools import accumulate, count
 from typing import NamedTuple
 
-from accel.sizing.resolution import Size
 from dev import Problem
 from fleet.routing import choose, routing_key
 from fleet.settings import Settings
@@ -38,7 +37,6 @@ ASSUMED = {
     "models_held": (1, "models that a worker has loaded at once"),
     "models": (30, "models that prompts ask for, by Zipf's law, as their sizes"),
     "load": (0.4, "share of the workers' time that images alone take"),
-    "burst": (8, "prompts of one key that come at once, on average, in bursty traffic"),
     "prompts": (100, "prompts for each worker in a trace"),
 }
 """name → (value, meaning)."""
@@ -49,12 +47,11 @@ WORKERS = (1, 4, 16, 64, 250)
 ROUTES = ("any", "graph")
 """Values of the fleet's setting `route`; "any" is Ray Serve's own rule: the less busy of two random replicas."""
 
-TRAFFIC = ("steady", "bursty")
-COLUMNS = ("traffic", "workers", "route", "met_graph", "met_model", "wait_s", "p95_s", "busy")
+COLUMNS = ("workers", "route", "met_graph", "met_model", "wait_s", "busy")
 LEGEND = """\
-met_graph, met_model: share of prompts whose worker held their key, and their model. wait_s, p95_s: from a prompt's
-coming to its answer, without its image's own seconds: mean, and within which 95 of 100 had waited. busy: share of the
-workers' time; at 1 the fleet is overloaded, and waiting grows for as long as that lasts."""
+met_graph, met_model: share of prompts whose worker held their key, and their model. wait_s: mean, from when a prompt
+comes to its answer, without its image's own seconds. busy: share of the workers' time; at 1 the fleet is overloaded,
+and waiting grows for as long as that lasts."""
 
 _SOON = 1e-6
 """Seconds by which a worker is looked at later than its patience ends, so that rounding cannot hide it."""
@@ -71,8 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     values = assumed(options.assume)
     rows = [
-        {"traffic": traffic, "workers": workers, "route": route, **_routed(values, traffic, route, workers)}
-        for traffic in TRAFFIC
+        {"workers": workers, "route": route, **_routed(values, route, workers)}
         for workers in options.workers
         for route in ROUTES
     ]
@@ -98,24 +94,20 @@ def assumed(given: Sequence[str]) -> dict[str, float]:
     return values
 
 
-def _routed(values: dict[str, float], traffic: str, route: str, workers: int) -> report.Row:
+def _routed(values: dict[str, float], route: str, workers: int) -> report.Row:
     """A fleet that is warmed up meets its first prompts; a small one several times, for a mean that says something."""
     costs = Costs(values["model_s"], values["capture_s"], values["models_held"], values["keys_held"])
     at_once, patience = (Settings.model_fields[name].default for name in ("at_once", "patience_s"))
-    sizes = [(name, [Size(64 * (1 + number), 512) for number in range(many)]) for name, many in TRAINED.items()]
-    wishes = Wishes(values["models"], sizes, 1.0, 1.0)
     rate, many = values["load"] * workers / values["image_s"], int(values["prompts"] * workers)
     results = []
     for seed in range(max(1, math.ceil(2000 / many))):
-        burst = values["burst"] if traffic == "bursty" else 1
-        prompts = bursts(wishes, rate, many, values["image_s"], seed, burst)
+        prompts = traffic(values["models"], rate, many, values["image_s"], seed)
         results.append(Fleet(route, costs, at_once, patience, seed).run(prompts, workers))
-    waits = sorted(wait for result in results for wait in result.waits)
+    waits = [wait for result in results for wait in result.waits]
     return {
         "met_graph": sum(result.met_graph for result in results) / len(waits),
         "met_model": sum(result.met_model for result in results) / len(waits),
         "wait_s": statistics.mean(waits),
-        "p95_s": waits[math.ceil(0.95 * len(waits)) - 1],
         "busy": sum(result.busy_s for result in results) / sum(result.end * workers for result in results),
     }
 
@@ -280,52 +272,33 @@ def _use(held: OrderedDict[str, None], name: str, most: int) -> tuple[bool, str 
     return met, held.popitem(last=False)[0] if len(held) > most else None
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What prompts ask for: models of several architectures, by Zipf's law, and the sizes of each, by Zipf's law.
-
-    sizes: of each architecture, those it was trained at. The exponents: 0 asks for all equally often.
-    """
-
-    models: int
-    sizes: Sequence[tuple[str, Sequence[Size]]]
-    zipf_models: float
-    zipf_sizes: float
-
-    def draw(self, random: random.Random) -> tuple[str, str]:
-        """Of a prompt, the model and the key that the fleet's router reads from it."""
-        number = _zipf(random, self.models, self.zipf_models)
-        architecture, sizes = self.sizes[number % len(self.sizes)]
+def traffic(models: int, rate: float, many: int, image_s: float, seed: int) -> list[Prompt]:
+    """Prompts that come independently of each other (Poisson), so many a second; of so many models of all
+    architectures, and of the sizes that each was trained at, by Zipf's law."""
+    draw, architectures = random.Random(seed), list(TRAINED.items())
+    at, prompts = 0.0, []
+    for _ in range(many):
+        at += draw.expovariate(rate)
+        number = _zipf(draw, models)
+        architecture, sizes = architectures[number % len(architectures)]
         model = f"{architecture}-{number}.safetensors"
-        return model, _key(model, sizes[_zipf(random, len(sizes), self.zipf_sizes)])
+        prompts.append(Prompt(at, model, _key(model, _zipf(draw, sizes)), image_s))
+    return prompts
 
 
 @cache
-def _key(model: str, size: Size) -> str:
-    latent = {"inputs": {"width": size.width, "height": size.height, "batch_size": 1}}
+def _key(model: str, number: int) -> str:
+    """The key that the fleet's router reads from a prompt for a model and one of its sizes."""
+    latent = {"inputs": {"width": 512 + 64 * number, "height": 512, "batch_size": 1}}
     return routing_key({"1": {"inputs": {"ckpt_name": model}}, "2": latent})
 
 
-def _zipf(random: random.Random, count: int, exponent: float) -> int:
-    """A number below `count`, the first most often."""
-    return bisect(_shares(count, exponent), random.random())
+def _zipf(draw: random.Random, count: int) -> int:
+    """A number below `count`: each n-th is 1 / n as frequent as the first."""
+    return bisect(_shares(count), draw.random())
 
 
 @cache
-def _shares(count: int, exponent: float) -> list[float]:
-    weights = [1 / rank**exponent for rank in range(1, count + 1)]
+def _shares(count: int) -> list[float]:
+    weights = [1 / rank for rank in range(1, count + 1)]
     return [total / sum(weights) for total in accumulate(weights)][:-1]
-
-
-def bursts(wishes: Wishes, rate: float, many: int, image_s: float, seed: int, burst: float) -> list[Prompt]:
-    """Prompts that come in bursts of one key, `burst` on average; the bursts independently of each other (Poisson).
-
-    rate: prompts a second. burst: 1 for single prompts.
-    """
-    draw = random.Random(seed)
-    at, prompts = 0.0, []
-    while len(prompts) < many:
-        at += draw.expovariate(rate / burst)
-        together = 1 + math.floor(math.log(1 - draw.random()) / math.log(1 - 1 / burst)) if burst > 1 else 1
-        prompts += [Prompt(at, *wishes.draw(draw), image_s)] * together
-    return prompts[:many]
