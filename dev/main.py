@@ -185,8 +185,12 @@ def make_venv(venv):
 
 
 def install(python, arguments):
-    """pip install, quietly; what pip has to say is kept for when it fails."""
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    """pip install, quietly; what pip has to say is kept for when it fails.
+
+    Without compiling: most of the many thousand files are never imported, and those that are Python compiles then.
+    """
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-compile"]
+    command = [python, "-m", "pip", "install", *quiet, *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
         WORK.mkdir(exist_ok=True)

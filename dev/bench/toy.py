@@ -1,6 +1,7 @@
 """The trained test networks: their layouts, their prompts, their files. Import it after `inprocess.boot`.
 
-`train_toy` makes them; `data/toy_unet.md` and `data/toy_dit.md` say what they are.
+`data/toy_unet.md` and the pages beside it say what they are and how they were trained; the script that did is in the
+repository's history, `bench/train_toy.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import comfy.model_patcher
 import safetensors.torch
 import torch
 from comfy.model_base import ModelType, model_sampling
-from comfy.model_sampling import CONST, V_PREDICTION
+from comfy.model_sampling import CONST
 from kit import tiny_models
 from kit.tiny_models import FLUX, SD3, UNET, Family
 
@@ -34,12 +35,10 @@ CHANNELS = len(toy_data.CHANNELS)
 
 @dataclass(frozen=True)
 class Network:
-    """family: how core builds it. begins_as_zero: endings of the modules that training starts from zero, so that every
-    block begins as the identity. pictures: what it learns. predicts_v: whether it predicts v, as SD 2's, where core
+    """family: how core builds it. pictures: what it learned. predicts_v: whether it predicts v, as SD 2's, where core
     builds one that predicts the noise."""
 
     family: Family
-    begins_as_zero: tuple[str, ...]
     pictures: Callable[[torch.Tensor, int, int, torch.Generator], torch.Tensor] = toy_data.figures
     predicts_v: bool = False
 
@@ -117,21 +116,16 @@ _VPRED_LAYOUT = {
 NETWORKS = {
     "unet": Network(
         Family("unet", "SD15", _UNET_LAYOUT, CONTEXT_DIM),
-        begins_as_zero=(".out_layers.3", ".proj_out", "out.2"),
     ),
     "dit": Network(
         Family("dit", "FluxSchnell", _DIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
-        # As in DiT (Peebles and Xie, arXiv 2212.09748), "adaLN-Zero".
-        begins_as_zero=("_mod.lin", ".modulation.lin", ".adaLN_modulation.1", "final_layer.linear"),
     ),
     "mmdit": Network(
         Family("mmdit", "SD3", _MMDIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
-        begins_as_zero=(".adaLN_modulation.1", "final_layer.linear"),
         pictures=toy_data.letters,
     ),
     "vpred": Network(
         Family("vpred", "SD15", _VPRED_LAYOUT, CONTEXT_DIM),
-        begins_as_zero=(".out_layers.3", ".proj_out", "out.2"),
         pictures=toy_data.letters,
         predicts_v=True,
     ),
@@ -157,9 +151,7 @@ def load(name: str = "unet", dtype: torch.dtype = torch.float32):
     network = NETWORKS[name]
     file = network.file
     if not file.is_file():
-        raise Problem(
-            f"{file} is missing: make it by `python -m dev.bench.train_toy --network {name}` or check it out."
-        )
+        raise Problem(f"{file} is missing: check it out again.")
     model = network.build(dtype)
     weights = model.model_config.process_unet_state_dict(safetensors.torch.load_file(file))  # newer cores' names
     model.diffusion_model.load_state_dict({name: value.to(dtype) for name, value in weights.items()})
@@ -168,15 +160,6 @@ def load(name: str = "unet", dtype: torch.dtype = torch.float32):
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
-
-
-def is_flow(model_sampling) -> bool:
-    """Whether it is rectified flow: noise levels are shares of noise, and the velocity is predicted."""
-    return isinstance(model_sampling, CONST)
-
-
-def predicts_v(model_sampling) -> bool:
-    return isinstance(model_sampling, V_PREDICTION)
 
 
 def conditioning(classes: torch.Tensor) -> list:
@@ -200,6 +183,6 @@ def sample(
     one than users of such a network choose."""
     empty = torch.zeros(len(classes), CHANNELS, height, width)
     prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
-    scheduler = scheduler or ("simple" if is_flow(model.model.model_sampling) else "normal")
+    scheduler = scheduler or ("simple" if isinstance(model.model.model_sampling, CONST) else "normal")
     latent = tiny_models.sample_latent(model, empty, *prompts, steps, cfg, sampler, scheduler, seed)
     return model.model.process_latent_in(latent)

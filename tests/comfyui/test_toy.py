@@ -1,4 +1,4 @@
-"""The trained test networks and the benches on them: they know their data, training is repeatable, the benches run."""
+"""The trained test networks and the benches on them: they know their data, the benches run."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import pytest
 import torch
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from kit.step_cache import every
-from kit.thorough import thorough_except
 
 from dev import ROOT
 from dev.bench import toy_data
@@ -79,19 +78,6 @@ def test_file_is_small_enough_to_keep(name):
     from dev.bench import toy
 
     assert toy.NETWORKS[name].file.stat().st_size < 12e6
-
-
-@pytest.mark.parametrize("name", thorough_except(NETWORKS, "unet"))  # one loop trains all
-def test_training_is_repeatable(name):
-    from dev.bench import toy
-    from dev.bench.train_toy import Training
-
-    one, other = (Training(toy.NETWORKS[name], 6, batch=2, seed=5) for _ in range(2))
-    for training in (one, other):
-        training.advance()
-        training.advance()
-    for key, value in one.average.items():
-        assert torch.equal(value, other.average[key]), key
 
 
 def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
