@@ -1,6 +1,6 @@
 """Where a prompt goes: to the replica that has run its graphs, so that captured calls and loaded models serve again.
 
-This is the rule alone, without Ray and without a clock: the fleet's router and `bench fleet --simulate` both ask it.
+This is the rule alone, without Ray and without a clock.
 """
 
 from __future__ import annotations

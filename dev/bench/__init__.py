@@ -18,7 +18,7 @@ BENCHES = {
     "overhead": "our own microseconds a block and a call, part by part; --images: of an image, beside others",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
-    "fleet": "real ComfyUIs under a real Ray: a replica killed, cold starts, a shutdown; --simulate: 250 workers",
+    "fleet": "real ComfyUIs under a real Ray: a replica killed, cold starts, a shutdown",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""
 

@@ -4,8 +4,6 @@ cold starts, and what becomes of prompts when a ComfyUI or the whole fleet ends.
 The model is the smallest that core's loader knows, and every replica shares the same processors: counts are results
 here, seconds are not. A prompt met its graph where its replica has run the same model and size before; on a GPU that
 is a captured call and a loaded model.
-
-With --simulate neither Ray nor ComfyUI is started: fleets of up to 250 workers are simulated, at assumed costs.
 """
 
 import argparse
@@ -32,7 +30,7 @@ from dev import ROOT, Problem
 from dev.tools import command
 from dev.tools.comfyui import complete, free_port, has_accelerator, tree
 
-from . import fleet_simulation, report
+from . import report
 from .fleet_base import graph
 
 SIZES = [(64 + 16 * number, 160 - 8 * (number % 5)) for number in range(12)]
@@ -62,9 +60,6 @@ STARTS = 4
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    if options.simulate:
-        fleet_simulation.run(options)
-        return
     complete(tree())
     with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
         base = make_base(Path(work))
@@ -398,7 +393,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=(), help="faults to cause")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    fleet_simulation.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
