@@ -25,7 +25,6 @@ LEGEND = """\
 first_call_s, cpu_s: of the first image, its compiling included; cpu_s is the processor time of the process and the
 compilers it started, and says more on a machine that is busy otherwise. eager_s: the same image without compiling."""
 LATENT_SIDE = 32
-GOAL_OF_CORE = {"SD1.5": 1.0, "SDXL": 0.5, "Flux": 0.5}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,8 +39,6 @@ def main(arguments: list[str] | None = None) -> None:
             report.tell(rows[-1], COLUMNS)
     shown = [{**row, "relative_diff": report.scientific(row["relative_diff"])} for row in rows]
     print(f"\n{report.table(shown, COLUMNS)}\n\n{LEGEND}")
-    for sentence in verdicts(rows):
-        print(sentence)
     report.finish(options.json, rows)
     for row in rows:
         if row["uncompiled"]:
@@ -89,21 +86,6 @@ def measure(layout: str, contender: str) -> report.Row:
             found = survey(model.model.diffusion_model)
             row |= {"kinds": len(found.kinds), "blocks": len(found.regions)}
     return row
-
-
-def verdicts(rows: list[report.Row]) -> list[str]:
-    """A sentence per goal: reached or missed, and by what."""
-    by = {(row["layout"], row["contender"]): row for row in rows}
-    sentences = []
-    for layout, share in GOAL_OF_CORE.items():
-        if (layout, "ours") in by and (layout, "core") in by:
-            ours, core = by[layout, "ours"], by[layout, "core"]
-            wall, cpu = (ours[name] / core[name] for name in ("first_call_s", "cpu_s"))
-            reached = "reached" if max(wall, cpu) <= share else "missed"
-            sentences.append(
-                f"{layout}: {wall:.2f} of core's seconds, {cpu:.2f} of its processor time; goal {share}: {reached}."
-            )
-    return sentences
 
 
 def _timed(call):

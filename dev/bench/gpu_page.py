@@ -1,25 +1,15 @@
-"""What the rows of `bench gpu` show: its goals, what failed, and docs/benchmarks.md. No torch."""
+"""What the rows of `bench gpu` show: what failed, and docs/benchmarks.md. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from .gpu_cases import CAPTURED, CONTENDERS, CORE, DEFAULT, EAGER, FLAGS, NATIVE, NO_REPLAYS, SPEED_UP
+from .gpu_cases import CONTENDERS, EAGER, FLAGS
 from .report import Row, markdown
 
-REACHED, MISSED, NOT_MEASURED = "reached", "missed", "not measured"
-OF_EAGER = (
-    ("SDXL", "512x512", "with CUDA graphs", NATIVE, CAPTURED, 1.3),
-    ("SDXL", "1024x1024", "with CUDA graphs", NATIVE, CAPTURED, 1.15),
-    ("SDXL", "1024x1024", "Speed Up with ComfyUI's default flags", DEFAULT, SPEED_UP, 1.0),
-    ("SD1.5", "512x512", "Speed Up with ComfyUI's default flags", DEFAULT, SPEED_UP, 1.0),
-)
-"""How many times as fast as eager a model has to be: size, words, ComfyUI's flags, contender, times."""
 SHOWN = 0.02
 """Share of a step from which on a kernel is on the page."""
-MOST_GROWTH = 1.03
-"""Memory held at the last ten sizes, over the most held before."""
 
 NO_GPU = """\
 **No GPU was measured.** This is a trial run, on a CPU (`--quick`) with tiny models of the same families and a compiler
@@ -49,36 +39,6 @@ LEGEND = """\
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
   Speed Up: as the node installs it."""
 
-_TEXTS = ("flags", "contender", "kernel", "size", "start", "ran as", "model", "part", "what", "why", "q", "chosen by")
-_TEXTS += ("by kind", "by stage")
-
-Place = tuple[str, str, int]
-"""Model, size and batch of steps."""
-
-Judgement = tuple["bool | None", str]
-"""Whether a goal is reached, None where that is open; and the figures."""
-
-
-class Goal(NamedTuple):
-    """sentence: with the figures and the state."""
-
-    sentence: str
-    state: str
-
-
-def goals(rows: Sequence[Row], has_gpu: bool) -> list[Goal]:
-    """All goals; without a GPU only that of the outputs."""
-    outputs = _goal("Every contender's output is eager's within tolerance", _outputs(rows))
-    if not has_gpu:
-        return [outputs]
-    core = "CUDA graphs at least as fast as core's TorchCompileModel at every size"
-    return [
-        *_each(rows, "steps", core, _beside_core),
-        *(_of_times(rows, *goal) for goal in OF_EAGER),
-        *_each(rows, "sizes40", "forty sizes in a row, memory within the budget and flat", _flat),
-        outputs,
-    ]
-
 
 def failures(rows: Iterable[Row]) -> list[str]:
     """A sentence for each output that is not eager's within tolerance, and for each contender that failed."""
@@ -93,78 +53,15 @@ def failures(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def _each(rows: Sequence[Row], part: str, what: str, judge: Callable[[list[Row]], Judgement]) -> list[Goal]:
-    """A goal for each model that has rows of the part."""
-    own: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["part"] == part:
-            own.setdefault(row["model"], []).append(row)
-    made = [_goal(f"{model}: {what}", judge(found)) for model, found in own.items()]
-    return made or [_goal(what[0].upper() + what[1:], (None, "no rows"))]
-
-
-def _goal(what: str, judged: Judgement) -> Goal:
-    reached, figure = judged
-    state = NOT_MEASURED if reached is None else REACHED if reached else MISSED
-    return Goal(f"{what}: {state} ({figure}).", state)
-
-
-def _of_times(rows: Sequence[Row], model: str, size: str, words: str, flags: str, name: str, least: float) -> Goal:
-    judged = _beside_eager(rows, (model, size, 1), flags, name, least)
-    return _goal(f"{model}, {size}, {words}: at least {least} times eager", judged)
-
-
-def _timed(rows: Iterable[Row], contender: str, flags: str | None = None) -> dict[Place, Row]:
-    """By place; flags: ComfyUI's, None: whichever."""
-    own = (row for row in rows if row["part"] == "steps" and row["contender"] == contender and _ran(row))
-    return {_case(row): row for row in own if flags in (None, row["flags"])}
-
-
-def _beside_core(rows: Sequence[Row]) -> Judgement:
-    own, core = _timed(rows, SPEED_UP, NATIVE) | _timed(rows, CAPTURED), _timed(rows, CORE)
-    times = {case: core[case]["step_ms"] / own[case]["step_ms"] for case in own if case in core}
-    if not times:
-        return None, "no case has both"
-    worst = min(times, key=times.__getitem__)
-    figure = f"{times[worst]:.2f} times as fast at the worst of {len(times)} cases, {_name(worst)}"
-    unreplayed = [_name(case) for case in times if own[case]["ran_as"] == NO_REPLAYS]
-    if unreplayed:
-        return None, f"{figure}, but no CUDA graphs at {', '.join(unreplayed)}"
-    return times[worst] >= 1, figure
-
-
-def _beside_eager(rows: Sequence[Row], case: Place, flags: str, contender: str, least: float) -> Judgement:
-    row = _timed(rows, contender, flags).get(case)
-    if row is None or not row["eager_ms"]:
-        return None, "no such row"
-    times = _of_eager(row)
-    if row["ran_as"] == NO_REPLAYS and row["flags"] == NATIVE:
-        return None, f"{times:.2f}, but as compiled blocks alone"
-    return times >= least, f"{times:.2f}"
-
-
-def _flat(rows: Sequence[Row]) -> Judgement:
-    own = [row for row in rows if "held_mb" in row]
-    if len(own) < 40:
-        return None, f"{len(own)} sizes were run"
-    most, budget = max(row["cache_mb"] for row in own), own[0]["budget_mb"]
-    held = [row["held_mb"] for row in own]
-    grown = max(held[-10:]) / max(held[:-10])
-    figure = f"{most:.0f} MB of {budget} MB at most; the last ten sizes held {grown:.3f} of the most before"
-    if any(row["ran_as"] == NO_REPLAYS for row in own):
-        return None, f"{figure}, but not every size was captured"
-    return most <= budget and grown <= MOST_GROWTH, figure
-
-
-def _outputs(rows: Sequence[Row]) -> Judgement:
+def _outputs(rows: Sequence[Row]) -> str:
     checked = [row for row in rows if _is_compared(row) and row["contender"] != EAGER]
     if not checked:
-        return None, "nothing was compared"
-    wrong = failures(rows)
+        return "No output was compared with eager's."
     worst = max(checked, key=lambda row: row["answer_diff"])
     place = f"{_place(worst)}{CONTENDERS[worst['contender']].label}"
-    figure = f"{len(checked)} outputs compared, the worst off by {worst['answer_diff']:.1e} ({place})"
-    return not wrong, f"{figure}; {len(wrong)} failures" if wrong else figure
+    return (
+        f"{len(checked)} outputs were compared with eager's, the worst is off by {worst['answer_diff']:.1e} ({place})."
+    )
 
 
 def _is_compared(row: Row) -> bool:
@@ -181,18 +78,10 @@ def _of_eager(row: Row) -> float | None:
     return row["eager_ms"] and row["eager_ms"] / row["step_ms"]
 
 
-def _case(row: Row) -> Place:
-    return row["model"], row["size"], row["batch"]
-
-
-def _name(case: Place) -> str:
-    return f"{case[1]} batch {case[2]}"
-
-
 def _place(row: Row) -> str:
     """Where in its part: the case, the size or the start."""
     if row["part"] in ("steps", "profile", "attention"):
-        return f"{_name(_case(row))}, "
+        return f"{row['size']} batch {row['batch']}, "
     return f"{row['start']} start, " if row["part"] == "cold" else f"size {row['number']} of 40, "
 
 
@@ -209,8 +98,7 @@ def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> st
         f"{device['matrix_side']} x {device['matrix_side']} product in {device['matrix_dtype']}: "
         f"{device['matrix_tflops']:.4g} TFLOP/s. "
         "Every row: `benchmarks.json`.",
-        *("", "## Goals", ""),
-        *(f"- {goal.sentence}" for goal in goals(rows, bool(cuda))),
+        *("", _outputs(rows)),
     ]
     wrong = failures(rows)
     if wrong:
@@ -221,7 +109,7 @@ def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> st
             own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
             lines += ["", write(own)] if own else []
     if skips:
-        lines += ["", "## Left out", "", markdown(skips, ("model", "part", "what", "contender", "why"), _TEXTS)]
+        lines += ["", "## Left out", "", markdown(skips, ("model", "part", "what", "contender", "why"))]
     reasons = dict.fromkeys(f"{row['model']}: {reason}" for row in rows for reason in row.get("reasons", ()))
     if reasons:
         lines += ["", "## Why calls or blocks ran as they are", "", *(f"- {reason}" for reason in reasons)]
@@ -286,6 +174,9 @@ def forty_table(rows: Sequence[Row]) -> str:
     }
     late = sum(row["compilations"] for row in own[1:])
     text = f"With CUDA graphs. Of {len(own)} sizes some; after the first, {late} graphs were compiled."
+    if len(own) == 40:
+        held = [row["held_mb"] for row in own]
+        text += f" The last ten sizes held {max(held[-10:]) / max(held[:-10]):.3f} of the most memory before."
     table = _table([row for row in own if row["number"] in (1, 2, 5, 10, 20, 30, 40)], columns)
     return f"### Forty sizes in a row\n\n{text}\n\n{table}"
 
@@ -336,7 +227,7 @@ def _table(rows: Sequence[Any], columns: Mapping[str, str | Callable[[Any], Any]
     """A Markdown table; columns: heading → a field of the row, or a function of it; without those that are empty."""
     shown = [{heading: pick(row) if callable(pick) else row[pick] for heading, pick in columns.items()} for row in rows]
     filled = [heading for heading in columns if any(row[heading] not in (None, "") for row in shown)]
-    return markdown(shown, filled, _TEXTS) if rows else "-"
+    return markdown(shown, filled) if rows else "-"
 
 
 def is_telling(kernel: str) -> bool:

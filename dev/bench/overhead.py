@@ -14,7 +14,7 @@ from dev.tools.comfyui import has_accelerator, tree
 from . import overhead_images, report
 from .child import begin
 
-COLUMNS = ("layout", "part", "us", "target_us", "verdict")
+COLUMNS = ("layout", "part", "us", "target_us")
 TARGETS = {
     "block": 4.0,
     "step, compiled blocks": 400.0,
@@ -59,8 +59,6 @@ def main(arguments: list[str] | None = None) -> None:
         rows += measure(layouts.ALL[name])
         print(f"{name}: measured", file=sys.stderr, flush=True)
     print(f"\n{report.table(rows, COLUMNS)}\n\n{LEGEND}")
-    for sentence in verdicts(rows):
-        print(sentence)
     report.finish(options.json, rows)
 
 
@@ -89,21 +87,8 @@ def measure(family: Any) -> list[report.Row]:
     return [_row(family.name, part, us) for part, us in parts.items()]
 
 
-def verdicts(rows: list[report.Row]) -> list[str]:
-    """A sentence per target: reached or missed, by the worst layout."""
-    sentences = []
-    for part, target in TARGETS.items():
-        worst = max((row for row in rows if row["part"] == part), key=lambda row: row["us"], default=None)
-        if worst is not None:
-            at_worst = f"{worst['us']} us at worst ({worst['layout']})"
-            sentences.append(f"{part}: {at_worst}; target {target:g}: {worst['verdict']}.")
-    return sentences
-
-
 def _row(layout: str, part: str, us: float) -> report.Row:
-    target = TARGETS.get(part)
-    verdict = None if target is None else "reached" if us <= target else "missed"
-    return {"layout": layout, "part": part, "us": round(us, 2), "target_us": target, "verdict": verdict}
+    return {"layout": layout, "part": part, "us": round(us, 2), "target_us": TARGETS.get(part)}
 
 
 if __name__ == "__main__":

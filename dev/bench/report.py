@@ -83,11 +83,16 @@ def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def markdown(rows: Sequence[Row], columns: Sequence[str], texts: Sequence[str] = ("model", "mode")) -> str:
-    """The rows as a table of Markdown, numbers to the right; texts: the columns that are none."""
-    lines = [" | ".join(columns), " | ".join("---" if name in texts else "--:" for name in columns)]
-    lines += [" | ".join(_cell(row.get(column)) for column in columns) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
+def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The rows as a table of Markdown, numbers to the right."""
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    are_numbers = [all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = [columns, ["--:" if is_number else "---" for is_number in are_numbers], *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_NUMBER = re.compile(r"[-+]?[\d.]*(e[-+]?\d+)?%?")
+"""Also "-", which stands for none."""
 
 
 def write(path: Path, rows: Sequence[Row], comfyui: Path, **more: Any) -> None:

@@ -5,14 +5,11 @@ saved graphs. Small models, float32: on a CPU the seconds are those of compiling
 """
 
 import dataclasses
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from dev import Problem
 from dev.tools import command, pack
 from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
@@ -30,7 +27,6 @@ compilations: graphs that torch traced for it. loaded: saved graphs. import_ms: 
 own start. relative_diff: from the eager image, of its largest value. torch_cache: no saved graphs, but what torch
 itself has kept of the cold process; of what is compiled ahead of time that is the C++ libraries alone."""
 LATENT_SIDE = 32
-GOAL_OF_EAGER, GOAL_SECONDS, GOAL_OF_COLD, GOAL_IMPORT_MS = 1.2, 2.0, 10, 150
 TOLERANCE = 1e-2
 
 
@@ -54,13 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
                     report.tell(row, COLUMNS)
     shown = [{**row, "relative_diff": report.scientific(row["relative_diff"])} for row in rows]
     print(f"\n{report.table(shown, COLUMNS)}\n\n{LEGEND}")
-    goals = verdicts(rows)
-    for sentence, _ in goals:
-        print(sentence)
     report.finish(options.json, rows, failure(rows))
-    missed = sum(not reached for _, reached in goals)
-    if missed:
-        raise Problem(f"{missed} of {len(goals)} goals are missed; see above. A busy machine misses some by itself.")
 
 
 def measure(model: str, mode: str, file: str) -> list[report.Row]:
@@ -116,31 +106,6 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
     if mode in ("store", "cold") and shared.store.statistics()["misses"]:
         print(shared.store.statistics()["misses"], file=sys.stderr)
     return rows
-
-
-def verdicts(rows: Sequence[report.Row]) -> list[tuple[str, bool]]:
-    """A sentence per model and goal, and whether it is reached."""
-    goals = []
-
-    def judge(reached: bool, sentence: str) -> None:
-        goals.append((f"{sentence}: {'reached' if reached else 'missed'}.", reached))
-
-    for model in dict.fromkeys(row["model"] for row in rows):
-        by = {row["mode"]: row for row in rows if row["model"] == model}
-        seconds = {mode: row["first_image_s"] for mode, row in by.items()}
-        limit = GOAL_OF_EAGER * seconds["eager"] + GOAL_SECONDS
-        judge(
-            seconds["store"] <= limit,
-            f"{model}: {seconds['store']:.2f} s with saved graphs; "
-            f"goal {GOAL_OF_EAGER} x eager + {GOAL_SECONDS:.0f} s = {limit:.2f} s",
-        )
-        times = seconds["cold"] / seconds["store"]
-        judge(times >= GOAL_OF_COLD, f"{model}: {times:.1f} times as fast as cold; goal {GOAL_OF_COLD}")
-        compiled = by["store"]["compilations"]
-        judge(not compiled, f"{model}: {compiled} graphs compiled with saved graphs; goal 0")
-    import_ms = statistics.median(row["import_ms"] for row in rows)
-    judge(import_ms <= GOAL_IMPORT_MS, f"importing the pack takes {import_ms:.0f} ms; goal {GOAL_IMPORT_MS} ms")
-    return goals
 
 
 def failure(rows: list[report.Row]) -> str | None:

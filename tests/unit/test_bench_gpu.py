@@ -72,7 +72,7 @@ KERNEL = {"part": "profile", "model": "SDXL", "flags": NATIVE, "contender": CAPT
 
 
 def everything():
-    """Rows of a run in which every goal of SDXL is reached."""
+    """Rows of every part."""
     rows = []
     for size in ("512x512", "1024x1024"):
         rows += [step(EAGER, 20.0, size=size), step(CAPTURED, 12.0, size=size), step(CORE, 13.0, size=size)]
@@ -82,15 +82,6 @@ def everything():
     rows += [step(SPEED_UP, 12.0, model="SD1.5")]
     rows += [forty(number) for number in range(1, 41)]
     return [*rows, start(CAPTURED, "cold"), KERNEL]
-
-
-def judged(rows, has_gpu=True):
-    return gpu_page.goals(rows, has_gpu)
-
-
-def about(goals, words):
-    (found,) = [goal for goal in goals if words in goal.sentence]
-    return found
 
 
 # What is measured
@@ -204,62 +195,7 @@ def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=200)
 
 
-# Goals
-
-
-def test_all_goals_are_reached_where_they_are():
-    goals = judged(everything())
-    assert {goal.state for goal in goals} == {gpu_page.REACHED}
-    assert len(goals) == 8
-
-
-def test_a_slower_case_than_cores_misses_and_is_named():
-    rows = [*everything(), step(CAPTURED, 14.0, size="720x960"), step(CORE, 13.0, size="720x960")]
-    goal = about(judged(rows), "SDXL: CUDA graphs at least as fast")
-    assert goal.state == gpu_page.MISSED and "0.93" in goal.sentence and "720x960" in goal.sentence
-
-
-def test_what_never_replayed_does_not_count_as_cuda_graphs():
-    rows = [row | {"ran_as": "compiled blocks"} if row["contender"] == CAPTURED else row for row in everything()]
-    goals = judged(rows)
-    assert about(goals, "SDXL: CUDA graphs at least as fast").state == gpu_page.NOT_MEASURED
-    assert about(goals, "512x512, with CUDA graphs").state == gpu_page.NOT_MEASURED
-    assert about(goals, "forty sizes").state == gpu_page.NOT_MEASURED
-    assert about(goals, "SD1.5, 512x512, Speed Up").state == gpu_page.REACHED
-
-
-@pytest.mark.parametrize(
-    ("contender", "size", "step_ms", "words"),
-    [
-        (CAPTURED, "512x512", 16.0, "512x512, with CUDA graphs: at least 1.3"),
-        (CAPTURED, "1024x1024", 18.0, "1024x1024, with CUDA graphs: at least 1.15"),
-        (SPEED_UP, "1024x1024", 21.0, "1024x1024, Speed Up with ComfyUI's default flags"),
-    ],
-)
-def test_too_slow_beside_eager_misses(contender, size, step_ms, words):
-    flags = DEFAULT if contender == SPEED_UP else NATIVE
-    goal = about(judged(merged(everything(), [step(contender, step_ms, size=size, flags=flags)])), words)
-    assert goal.state == gpu_page.MISSED and f"{20 / step_ms:.2f}" in goal.sentence
-
-
-@pytest.mark.parametrize(
-    ("changes", "state"),
-    [
-        ({}, gpu_page.REACHED),
-        ({"held_mb": 12300.0}, gpu_page.REACHED),
-        ({"held_mb": 12500.0}, gpu_page.MISSED),
-        ({"cache_mb": 6145.0}, gpu_page.MISSED),
-    ],
-)
-def test_forty_sizes_must_stay_flat_and_within_the_budget(changes, state):
-    rows = [forty(number) for number in range(1, 40)] + [forty(40, **changes)]
-    assert about(judged(rows), "forty").state == state
-    assert about(judged(rows[:30]), "forty").state == gpu_page.NOT_MEASURED
-
-
-def test_without_a_gpu_only_outputs_are_judged():
-    (goal,) = judged(everything(), has_gpu=False)
-    assert goal.state == gpu_page.REACHED and goal.sentence.startswith("Every contender's output")
+# Failures
 
 
 @pytest.mark.parametrize("value", [2.1e-2, float("inf"), float("nan")])
@@ -267,14 +203,13 @@ def test_output_that_is_not_eagers_is_a_failure_and_named(value):
     rows = [*everything(), step(COMPILED, 13.0, answer_diff=value)]
     (sentence,) = gpu_page.failures(rows)
     assert sentence.startswith("SDXL, 512x512 batch 1, ours, compiled blocks: differs")
-    assert about(judged(rows), "eager's within tolerance").state == gpu_page.MISSED
     failed = {"part": "cold", "model": "SDXL", "start": "warm", "contender": CORE, "failed": "out of memory"}
     assert gpu_page.failures([failed]) == ["SDXL, warm start, core's TorchCompileModel: out of memory"]
 
 
 def test_outputs_without_values_are_not_called_equal():
     rows = [step(contender, 13.0, answer_diff=float("inf"), tolerance=None) for contender in (EAGER, CAPTURED)]
-    assert about(gpu_page.goals(rows, False), "eager's within tolerance").state == gpu_page.NOT_MEASURED
+    assert gpu_page.failures(rows) == [] and "No output was compared" in page(rows)
 
 
 # The page
@@ -291,11 +226,11 @@ def page(rows, skips=(), cuda="13.0"):
     return gpu_page.page(rows, skips, facts(cuda))
 
 
-def test_page_tells_device_driver_torch_date_and_every_goal():
+def test_page_tells_device_driver_torch_date_and_rows():
     text = page(everything())
     assert "No GPU was measured" not in text
     assert "on 22 November 2026, 03:00 UTC: H200, driver 570.1; ComfyUI 0.3.75, torch 2.11.0 (CUDA 13.0)" in text
-    assert text.count(": reached (") == 8
+    assert " outputs were compared with eager's, the worst is off by 1.0e-03" in text
     assert "| 512x512 | 1 | native | ours, CUDA graphs | 83.33 | 1.67 | 40.0% |" in text
     assert "20 of 31 steps skipped" in text
 
