@@ -310,16 +310,20 @@ def of_oracle(rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def by_steps(rows: Sequence[report.Row], way: str) -> list[report.Row]:
-    """One row for each network and sampler: by number of steps the share of FLOPs, the mean and the worst image."""
+    """One row for each sort of networks and sampler: by number of steps the share of FLOPs, the mean and the worst."""
     own, table = cells([row for row in rows if row["way"] == way]), []
-    for network, sampler in dict.fromkeys((cell["network"], cell["sampler"]) for cell in own):
-        line: report.Row = {"network": network, "sampler": sampler}
+    for sort, sampler in dict.fromkeys((_sort(cell["network"]), cell["sampler"]) for cell in own):
+        line: report.Row = {"networks": sort, "sampler": sampler}
         for steps in sorted({cell["steps"] for cell in own}):
-            place = (network, sampler, steps)
-            found = [cell for cell in own if (cell["network"], cell["sampler"], cell["steps"]) == place]
+            place = (sort, sampler, steps)
+            found = [cell for cell in own if (_sort(cell["network"]), cell["sampler"], cell["steps"]) == place]
             line[f"{steps} steps"] = _cell(found) if found else None
         table.append(line)
     return table
+
+
+def _sort(network: str) -> str:
+    return "UNets" if network in ("unet", "vpred") else "DiTs"
 
 
 def _cell(found: Sequence[report.Row]) -> str:
@@ -359,7 +363,7 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"All cells, by network": overview(rows), "Target against reached": kept(rows)}
     tables["Share of the oracle's saving"] = of_oracle(rows)
-    tables |= {f"{way}, by sampler and steps": by_steps(rows, way) for way in LEVELS}
+    tables["Balanced, by sampler and steps"] = by_steps(rows, "Balanced")
     shown = {title: report.markdown(table, list(max(table, key=len))) for title, table in tables.items() if table}
     _plot(folder / "deepcache.png", rows)
     file, head = folder / "deepcache.md", f"# DeepCache: quality over cost\n\n{MARK}\n"
