@@ -45,7 +45,6 @@ class Row:
     inputs: of the node beside the model, from the model and the shapes of the latents. extras: for the conditioning.
     eager: codes of the reasons why blocks run uncompiled. full: how the reason begins why DeepCache skips nothing.
     changes: whether the image must be another than without the node. compiles: whether the node does.
-    asks: an input that the node has in newer cores, and without which there is nothing to try.
     sample: in place of the family's own.
     """
 
@@ -57,7 +56,6 @@ class Row:
     full: str = ""
     changes: bool = True
     compiles: bool = False
-    asks: str = ""
     batch: int = 1
     steps: int = 4
     sample: Callable[..., torch.Tensor] | None = None
@@ -67,8 +65,7 @@ class Row:
         """Whether this core has node and family."""
         if self.family not in FAMILIES_OF_NODES or not self.node:
             return self.family in FAMILIES_OF_NODES
-        cls = find(self.node)
-        return cls is not None and (not self.asks or self.asks in inspect.signature(cls.execute).parameters)
+        return find(self.node) is not None
 
     def on(self, model: Any, size: int = 0) -> Any:
         """The model with the node."""
@@ -480,7 +477,6 @@ def _rows() -> dict[str, Row]:
         "APG": unet("nodes_apg.APG", eta=0.8, norm_threshold=5.0, momentum=0.5),
         "CFG Zero*": unet("nodes_cfg.CFGZeroStar"),
         "CFG norm": unet("nodes_cfg.CFGNorm", strength=0.9),
-        "CFG norm before": unet("nodes_cfg.CFGNorm", strength=0.9, pre_cfg=True),
         "CFG override": unet("nodes_custom_sampler.CFGOverride", cfg=1.0, start_percent=0.5, end_percent=1.0),
         "epsilon scaling": unet("nodes_eps.EpsilonScaling", scaling_factor=1.05),
         "temporal score rescaling": unet("nodes_eps.TemporalScoreRescaling", tsr_k=0.9, tsr_sigma=1.0),
@@ -493,13 +489,11 @@ def _rows() -> dict[str, Row]:
         "PerpNeg": on("UNet", "nodes_perpneg.PerpNeg", empty_conditioning=conditioning(seed=6), neg_scale=0.8),
         "RenormCFG": on("Lumina2, no mask", "nodes_lumina2.RenormCFG", cfg_trunc=100.0, renorm_cfg=1.0),
         "RescaleCFG": unet(sampling + "RescaleCFG", multiplier=0.7),
-        "RescaleCFG, flow": on("SD3", sampling + "RescaleCFG", multiplier=0.7),
         "SAG": unet("nodes_sag.SelfAttentionGuidance", scale=0.5, blur_sigma=2.0),
         "SLG, SD3": on(
             "SD3", "nodes_sd3.SkipLayerGuidanceSD3", layers="1", scale=3.0, start_percent=0.0, end_percent=0.6
         ),
         "SLG, Flux": on("Flux", "nodes_slg.SkipLayerGuidanceDiT", **layers),
-        "SLG, HunyuanVideo": on("HunyuanVideo", "nodes_slg.SkipLayerGuidanceDiT", **layers),
         "SLG simple, Wan": on("Wan", "nodes_slg.SkipLayerGuidanceDiTSimple", double_layers="2", **HALF),
         "STG": on("LTXV", "nodes_lt.LTXVSpatioTemporalGuidance", blocks="2", scale=1.0, **HALF),
         "modality guidance": on("LTX 2", "nodes_lt.LTXVModalityGuidance", modality_scale=3.0, **HALF),
@@ -531,9 +525,6 @@ def _rows() -> dict[str, Row]:
         ),
         "rotary scale": on(
             "Flux", "nodes_rope.ScaleROPE", scale_x=1.5, shift_x=0.5, scale_y=1.2, shift_y=0.0, scale_t=1.0, shift_t=0.0
-        ),
-        "rotary scale, Wan": on(
-            "Wan", "nodes_rope.ScaleROPE", scale_x=1.5, shift_x=0.5, scale_y=1.2, shift_y=0.0, scale_t=1.1, shift_t=1.0
         ),
         "Flux.2 KV cache": Row("Flux.2 Klein", "nodes_flux.FluxKVCache", eager=EAGER),
         "Radiance options": on(
@@ -568,9 +559,6 @@ def _rows() -> dict[str, Row]:
         "Qwen-Image DiffSynth inpaint": Row("Qwen-Image, even", qwen_patch, diffsynth(True, additional_in_dim=4)),
         "Z-Image Fun": Row("Z-Image, even", z_patch, z_image_fun()),
         "Z-Image Fun 2.0": Row("Z-Image, even", z_patch, z_image_fun(n_control_layers=15, **inpaint)),
-        "Z-Image Fun 2.0, its first release": Row(
-            "Z-Image, even", z_patch, z_image_fun(n_control_layers=15, broken=True, **inpaint)
-        ),
         "Z-Image Fun 2.0 inpaint": Row("Z-Image, even", z_patch, z_image_fun(True, n_control_layers=3, **inpaint)),
         "SUPIR": Row("SDXL", "nodes_model_patch.SUPIRApply", supir, full="a skipped step failed"),
         "Wan Animate 2, cached": on(
@@ -623,12 +611,6 @@ def _rows() -> dict[str, Row]:
         ),
         "trained LoRA": Row(
             "UNet", "nodes_train.LoraModelLoader", lambda model, shapes: {"lora": file(model), "strength_model": 0.6}
-        ),
-        "trained LoRA, bypassed": Row(
-            "UNet",
-            "nodes_train.LoraModelLoader",
-            lambda model, shapes: {"lora": file(model), "strength_model": 0.6, "bypass": True},
-            asks="bypass",
         ),
         "merge": Row("UNet", merging + "ModelMergeSimple", other_unet(ratio=0.3)),
         "subtract": Row("UNet", merging + "ModelSubtract", other_unet(multiplier=0.8)),

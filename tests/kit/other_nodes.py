@@ -59,8 +59,6 @@ token_merging = core("nodes_tomesd.TomePatchModel", 0.4)
 perturbed_attention = core("nodes_pag.PerturbedAttentionGuidance", 3.0)
 self_attention = core("nodes_sag.SelfAttentionGuidance", 0.5, 2.0)
 perpendicular = core("nodes_perpneg.PerpNeg", tiny_models.conditioning(seed=6), 0.8)
-with_momentum = core("nodes_apg.APG", 1.0, 5.0, 0.5)
-"""APG, which adds up what it saw of a run so far."""
 easy_cache = core("nodes_easycache.EasyCacheNode", 0.2, 0.1, 0.95, False)
 lazy_cache = core("nodes_easycache.LazyCacheNode", 0.2, 0.1, 0.95, False)
 
@@ -434,14 +432,4 @@ def injected(model, blocks):
 
     model = model.clone()
     model.set_injections("motion", [PatcherInjection(inject, eject)])
-    return model
-
-
-# Caches of whole steps, and compiled blocks
-
-
-def counted(model, calls):
-    """The model, noting every call of its UNet."""
-    model = model.clone()
-    model.set_model_emb_patch(lambda emb, channels, options: calls.append(None) or emb)
     return model
