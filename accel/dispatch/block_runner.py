@@ -54,7 +54,6 @@ class BlockRunner:
         the compiler; it raises `RunEagerly` when they concern the block.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     lease: keeps the run's graphs in the cache; None outside of a run.
-    on_shortage: called when a graph ran out of memory, before the block runs eagerly.
     source: of the block's weights, where these are not in place.
     outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
         model's memory and freed outside, or the other way round.
@@ -72,7 +71,6 @@ class BlockRunner:
         simplify_options: Callable[[dict], dict] | None = None,
         interrupts: tuple[type[BaseException], ...] = (),
         lease: Lease | None = None,
-        on_shortage: Callable[[], None] = lambda: None,
         source: WeightSource | None = None,
         kind_unchanged: Callable[[Region], bool] = lambda region: True,
         outside_recording: Outside = nullcontext,
@@ -83,7 +81,6 @@ class BlockRunner:
         self._settings = settings
         self._simplify = simplify_options
         self._interrupts = interrupts
-        self._on_shortage = on_shortage
         self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged)
         kind, wraps = region.kind, region.wraps
         self._outside_recording, self._is_streamed = outside_recording, source is not None
@@ -349,10 +346,8 @@ class BlockRunner:
         """
         self._inline.clear()
         call.weights = ()
-        if failure.is_shortage:
-            self._on_shortage()
-            if resolved.benchmark is not None:
-                resolved.benchmark.done = True  # without a verdict
+        if failure.is_shortage and resolved.benchmark is not None:
+            resolved.benchmark.done = True  # without a verdict
         out, reason = self._eagerly(call), Reason("graph_failed", error=failure.error)
         if not failure.is_own and not failure.is_shortage:  # may fail in each call, which would run it twice
             reason = self._left = Reason("failed_beside_graph", error=failure.error)

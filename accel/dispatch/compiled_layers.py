@@ -95,13 +95,12 @@ def compiled_layers(
     host: Host,
     cache: GraphCache = shared,
     lease: Lease | None = None,
-    on_shortage: Callable[[], None] = lambda: None,
     surveys: KeptSurveys | None = None,
 ) -> dict[torch.nn.Module, Layer]:
     """A stand-in for every block found, and a layer around the model that tells them of its calls.
 
     lease: of the run; its graphs stay in the cache while it lasts.
-    on_shortage: as for `BlockRunner`. surveys: as for `survey_model`.
+    surveys: as for `survey_model`.
     """
 
     def make(region: Region, of: Survey, outside: Outside = nullcontext) -> BlockRunner:
@@ -119,7 +118,6 @@ def compiled_layers(
             simplify_options=host.simplifier(region),
             interrupts=host.interrupts,
             lease=lease,
-            on_shortage=on_shortage,
             source=source,
             kind_unchanged=functools.partial(code.kind_unchanged, of),
             outside_recording=outside,
