@@ -62,9 +62,9 @@ class Fallbacks:
         more = {key: calls - before.get(key, 0) for key, calls in self.counts().items()}
         return {key: calls for key, calls in more.items() if calls > 0}
 
-    def rows(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[dict[str, Any]]:
-        """`rows_of` what was counted, since an earlier `counts` if there is one."""
-        return rows_of(self.since(since or {}))
+    def rows(self) -> list[dict[str, Any]]:
+        """`rows_of` what was counted so far."""
+        return rows_of(self.counts())
 
     def clear(self) -> None:
         """Forget all; the next of each reason is logged again."""

@@ -45,18 +45,9 @@ def obey_environment() -> None:
     """Debug where ACCEL_DEBUG requests it; on standard error in a program that has no log handlers of its own."""
     if from_environment() is None:
         return
-    with _lock:
-        if not any(isinstance(handler, _OwnHandler) for handler in log.handlers):
-            log.addHandler(_OwnHandler())
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
     set_verbosity(DEBUG)
-
-
-class _OwnHandler(logging.StreamHandler):
-    """Silent once the program logs by itself."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers:
-            super().emit(record)
 
 
 def _log_compiling(name: str, data: dict[str, Any]) -> None:

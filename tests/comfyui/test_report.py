@@ -280,9 +280,7 @@ def test_store_limit_is_kept_beside_the_others(settings, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCEL_STORE")
     settings().change({"max_mb": 100})
     file = tmp_path / "__accel" / "preferences.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "store_mb": 16}))  # as the command does
     preferences.change({"verbosity": "quiet"})
-    assert preferences.state()["store_mb"] == 16
     settings().change({"store_mb": 17})
     assert preferences.state()["store_mb"] == 17 and preferences.state()["max_mb"] == 100
     assert json.loads(file.read_text()) == asdict(Settings(100, 512, 17, "quiet"))

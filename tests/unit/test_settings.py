@@ -113,8 +113,6 @@ def test_script_without_log_handlers_is_debugged_on_standard_error(verbosity, mo
     report_log.obey_environment()
     report_log.obey_environment()
     log.debug("a line")
-    lines_at(logging.NOTSET)  # from here on the program logs by itself
-    log.debug("heard there")
     assert capsys.readouterr().err == "a line\n"
 
 

@@ -73,10 +73,7 @@ def change(requested: dict[str, Any]) -> None:
         _set_budget(now)
         report_log.set_verbosity(_verbosity(now))
         try:
-            kept = settings.read(running_home())  # the command may have changed the store's limit meanwhile
-            changed = replace(kept, **requested)
-            if changed != kept:
-                settings.write(running_home(), changed)
+            settings.write(running_home(), now)
         except OSError:
             _current = replace(now, cuda_graphs=before.cuda_graphs)  # which counts from the next start on, if kept
             raise

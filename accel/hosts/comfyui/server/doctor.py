@@ -14,7 +14,6 @@ import torch
 
 from ....compile.registry import DEFAULT, backend_named
 from ....core import toolchain
-from ....kernels.casts import lacks_e4m3
 from .. import attention
 from . import allocator
 
@@ -38,11 +37,9 @@ def _parts() -> Iterator[tuple[str, str]]:
     else:
         yield "Compiling", f"yes, with Triton {toolchain.triton_version()}" if device != "mps" else "yes"
     yield "CUDA graphs", str(allocator.state())
-    yield "Stored weights", _stored_weights(device)
     its_attention = _attention()
     if its_attention is not None:
         yield "Attention", its_attention
-    yield "DeepCache", "works everywhere"
 
 
 def _of_core() -> str:
@@ -70,12 +67,6 @@ def _named(device: str) -> str:
     card = torch.cuda.get_device_properties(0)
     kind = f"capability {card.major}.{card.minor}" if torch.version.hip is None else "AMD (ROCm)"
     return f"{card.name}, {kind}, {card.total_memory / (1 << 30):.0f} GB"
-
-
-def _stored_weights(device: str) -> str:
-    if lacks_e4m3(torch.device(device)):
-        return "fp8, int8 and GGUF run compiled; fp8 (e4m3) is cast by PyTorch, which this card's Triton cannot"
-    return "fp8, int8 and GGUF run compiled"
 
 
 def _attention() -> str | None:

@@ -21,9 +21,6 @@ from . import panel
 ALIKE_DB = 40.0
 """PSNR above which a difference between two images is hard to see; at 30 dB it is visible side by side."""
 
-_ROWS = 20
-"""Rows of the cache's table that are enough for a report."""
-
 _SPEEDS_UP = {"AccelSpeedUp", "AccelModel", "AccelDeepCache"}
 
 
@@ -46,12 +43,6 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
 def text() -> str:
     """Only the text of the report."""
     return _text(*_facts())
-
-
-def facts_as_json() -> dict[str, Any]:
-    """What the report is made from, as JSON: {"state", "diagnosis"}, the latter being what to change."""
-    _, facts = _facts()
-    return {"state": panel.state(rows=_ROWS), "diagnosis": _changes(facts, None)[0]}
 
 
 def _facts() -> tuple[list[Fact], list[Fact]]:
