@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import shutil
 import socket
 import sysconfig
 from pathlib import Path
@@ -11,9 +10,6 @@ from pathlib import Path
 from dev import ROOT, Problem
 
 PACK_NAME = "comfy-accel"
-PACK_PARTS = (
-    *("__init__.py", "prestartup_script.py", "accel", "nodes", "web", "locales", "example_workflows", "pyproject.toml"),
-)
 
 
 def tree() -> Path:
@@ -84,34 +80,16 @@ def make_base(base: Path, pack: Path | None = ROOT) -> Path:
 
 
 def link_pack(pack: Path, place: Path) -> None:
-    """Make `place` show the pack: a link, on Windows a junction (needs no rights), else a copy."""
-    _remove(place)
-    try:
-        if os.name == "nt":
-            import _winapi
+    """Make `place` show the pack: a link, on Windows a junction, which needs no rights. An earlier one is replaced."""
+    if os.name != "nt":
+        place.unlink(missing_ok=True)
+        place.symlink_to(pack, target_is_directory=True)
+        return
+    import _winapi
 
-            _winapi.CreateJunction(str(pack), str(place))
-        else:
-            place.symlink_to(pack, target_is_directory=True)
-    except OSError:
-        place.mkdir()
-        for part in PACK_PARTS:
-            source = pack / part
-            if source.is_dir():
-                shutil.copytree(source, place / part, ignore=shutil.ignore_patterns("__pycache__"))
-            elif source.is_file():
-                shutil.copy2(source, place / part)
-
-
-def _remove(place: Path) -> None:
-    """Remove a link, junction or copy, never what it points to."""
-    if place.is_symlink():
-        place.unlink()
-    elif place.exists() or os.path.lexists(place):
-        try:
-            os.rmdir(place)  # A junction, or an empty folder.
-        except OSError:
-            shutil.rmtree(place)
+    if os.path.lexists(place):
+        os.rmdir(place)  # The junction, never what it shows.
+    _winapi.CreateJunction(str(pack), str(place))
 
 
 def offer_models(base: Path, models: Path) -> Path:

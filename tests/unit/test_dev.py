@@ -218,20 +218,6 @@ def test_base_shows_the_pack_and_removing_it_leaves_the_pack(tmp_path):
     assert (pack / "__init__.py").is_file()
 
 
-def test_pack_is_copied_where_links_are_not_allowed(tmp_path, monkeypatch):
-    if sys.platform == "win32":
-        pytest.skip("Windows makes junctions, which need no right")
-
-    def refuse(*_, **__):
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-    for _ in range(2):
-        place = make_base(tmp_path / "base") / "custom_nodes" / PACK_NAME
-        assert (place / "__init__.py").is_file() and (place / "nodes").is_dir()
-        assert not place.is_symlink() and not (place / ".venv").exists()
-
-
 @pytest.mark.parametrize("named", ["", "models"])
 def test_models_of_another_comfyui_are_offered_by_kind(tmp_path, named):
     (tmp_path / "models" / "loras").mkdir(parents=True)
