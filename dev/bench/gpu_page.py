@@ -8,7 +8,7 @@ from typing import Any
 from .gpu_cases import CONTENDERS, EAGER, FLAGS
 from .report import Row, markdown
 
-SHOWN = 0.02
+SHOWN = 0.1
 """Share of a step from which on a kernel is on the page."""
 
 NO_GPU = """\
