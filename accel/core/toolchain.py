@@ -18,7 +18,7 @@ _TRITONS = ("triton", "triton-windows", "triton-rocm", "triton-xpu") + (
 )
 """Packages that bring the module `triton`."""
 
-_TRITON_OF = {7: 3, 8: 4, 9: 5, 10: 6, 11: 6, 12: 7, 13: 7, 14: 8, 15: 9}
+_TRITON_OF = {10: 6, 11: 6, 12: 7, 13: 7, 14: 8, 15: 9}
 """Minor version of torch 2 → that of Triton 3 which belongs to it.
 
 From the metadata of torch's wheels for Linux, and the table of triton-windows, which names torch up to 2.13.

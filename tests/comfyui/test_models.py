@@ -66,7 +66,7 @@ a function around the whole model, and *Trellis2*'s, as they hold a tensor that 
 
 Newer models were not run; blocks of their shape were, on ComfyUI 0.33. *Kandinsky 6*'s and *Qwen-Image 2.1*'s are
 compiled once for every size. *Prism*'s rotate their tokens 256 at a time, so they get a graph for each of the first
-four sizes and run uncompiled at others.
+four sizes and run uncompiled at others. So do *PixelDiT*'s pixel blocks, which work on halves of their tokens (+).
 """
 
 GOOD = re.compile("2 of 4 steps skipped|compiled|replayed|fp8")
@@ -94,6 +94,9 @@ FURTHER |= dict.fromkeys(("SVD", "SV3D u", "SV3D p"), 1)
 with text and without, Hunyuan3D 2.1's experts get tokens of one image and of all; a UNet's blocks get several layouts.
 MiniMax H3's first step has one time for sound and picture, the others two; HiDream-O1's has the text beside the
 picture, the others what was kept of it."""
+
+A_GRAPH_A_SIZE = {"PixelDiT"}
+"""Families with blocks that loop over chunks of their tokens, of which torch fixes the size."""
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +138,9 @@ def compiled(name, case):
     assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
     made.append(graphs())
     kinds, later = len({key.kind for key in cache._entries}), made[-1] - made[0]
-    assert len(set(made)) <= 2 and later <= kinds, made
+    assert len(set(made)) <= 2 and later <= kinds or name in A_GRAPH_A_SIZE, made
     assert made[0] <= kinds + FURTHER.get(name, 0), cache.statistics()
-    further = f", {later} more for a larger batch" if later else ""
+    further = f", {later} more for {'other sizes' if name in A_GRAPH_A_SIZE else 'a larger batch'}" if later else ""
     return outcome(f"{_counted(kinds, 'kind')}, {_counted(made[0], 'graph')}{further}")
 
 
@@ -192,7 +195,7 @@ def quantised(name, case):
     assert_same(name, case.sample(fast), expected)
     made = graphs()
     assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
-    assert graphs() == made
+    assert graphs() == made or name in A_GRAPH_A_SIZE
     return outcome("fp8")
 
 

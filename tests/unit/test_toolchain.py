@@ -35,7 +35,7 @@ def system(monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "version", "package"),
     [
-        ("win32", "2.7.1+cu128", "triton-windows<3.4"),
+        ("win32", "2.10.0+cu128", "triton-windows<3.7"),
         ("win32", "2.11.0+cu130", "triton-windows<3.7"),
         ("linux", "2.12.1", "triton<3.8"),
         ("win32", "2.99.0", "triton-windows"),
