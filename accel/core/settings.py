@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from .atomic_file import opened, write_whole
 
@@ -57,32 +56,17 @@ def read(home: Path) -> Settings:
 
     Raises OSError: a file cannot be read or understood. A guess instead could fill a disk that was to be spared.
     """
-    found = _fields(home / NAME)
-    known = {field.name for field in fields(Settings)}
+    file, known = home / NAME, {field.name for field in fields(Settings)}
     try:
+        with opened(file, links=True) as (open_file, _):
+            found = json.loads(open_file.read(_LARGEST_FILE))
         return Settings(**{name: value for name, value in found.items() if name in known})
-    except (ValueError, TypeError):
-        raise _damaged(home / NAME) from None
+    except (FileNotFoundError, NotADirectoryError):
+        return Settings()
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise OSError(f"{file} is damaged: fix or delete it") from None
 
 
 def write(home: Path, settings: Settings) -> None:
     """Keep the settings of a home; OSError where that is not possible."""
     write_whole(home / NAME, json.dumps(asdict(settings), indent=1).encode())
-
-
-def _fields(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file; none where there is no file."""
-    try:
-        with opened(file, links=True) as (opened_file, _):
-            found = json.loads(opened_file.read(_LARGEST_FILE))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise _damaged(file)
-    return found
-
-
-def _damaged(file: Path) -> OSError:
-    return OSError(f"{file} is damaged: fix or delete it")

@@ -145,39 +145,6 @@ def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
     assert "turn on CUDA graphs in the Accel tab, or set ACCEL_CUDA_GRAPHS=on" in why["reason"]
 
 
-CASES = {
-    "default": ((), {}, CORES, "graphs_off"),
-    "asked by the environment": ((), {"ACCEL_CUDA_GRAPHS": "on"}, OURS, "graphs_on"),
-    "the user's flag for ours": (("--disable-cuda-malloc",), {}, OURS, "graphs_given"),
-    "the user's flag against": (("--cuda-malloc",), {"ACCEL_CUDA_GRAPHS": "on"}, CORES, "graphs_flag"),
-    "the user's own part of the configuration": (
-        (),
-        {"ACCEL_CUDA_GRAPHS": "on", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
-        OURS,
-        "graphs_on",
-    ),
-    "core's allocator, as it is after a restart in its place": (
-        (),
-        {"ACCEL_CUDA_GRAPHS": "on", "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        OURS,
-        "graphs_on",
-    ),
-    "torch's own allocator, by name": (
-        (),
-        {"ACCEL_CUDA_GRAPHS": "on", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"},
-        OURS,
-        "graphs_on",
-    ),
-}
-
-
-@pytest.mark.thorough  # a server each; test_prestartup.py asks the same of the script alone
-@pytest.mark.parametrize("case", CASES)
-def test_nobody_elses_choice_is_overruled(start, case):
-    flags, environment, allocator, code = CASES[case]
-    assert start(*flags, **environment)[:2] == (allocator, code)
-
-
 @pytest.mark.thorough
 def test_torch_that_another_pack_has_imported_keeps_its_allocator(start):
     """Cores that choose after that end by themselves, but where CUDA graphs are turned on."""
