@@ -22,6 +22,7 @@ from kit import made_up_device as device  # noqa: E402
 from kit import tiny_models  # noqa: E402
 from kit.deep_cache import last_run  # noqa: E402
 from kit.step_cache import every  # noqa: E402
+from kit.thorough import thorough_except  # noqa: E402
 from kit.tiny_models import UNET, Family  # noqa: E402
 
 LAYOUT = {
@@ -76,6 +77,7 @@ def waits_a_step(model):
     return (counted(model, "waits", 20) - counted(model, "waits", 10)) / 10
 
 
+@pytest.mark.thorough  # only to know whom to blame
 def test_core_itself_does_not_wait(model):
     assert waits_a_step(model) == 0
 
@@ -95,14 +97,14 @@ def test_replays_wait_for_nothing_and_are_one_launch(model, cache):
     assert counted(both, "graph_launches", 10) == 10 and fallbacks.rows() == []
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", thorough_except([False, True], True))
 def test_steps_that_are_skipped_wait_for_nothing(model, cache, graphs):
     ours = accelerate(model, CompileSettings(), cache, graphs=graphs)
     assert waits_a_step(apply_deep_cache(ours, every(3, points=2))) == 0
     assert last_run()["skipped_steps"] > 0 and fallbacks.rows() == []
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", thorough_except([False, True], True))
 def test_deciding_what_to_skip_waits_once_a_full_step_at_most(model, cache, graphs):
     """What full steps show is what was in the memory, so any step may be skipped, or none."""
     ours = accelerate(model, CompileSettings(), cache, graphs=graphs)

@@ -110,13 +110,9 @@ def test_kinds_compile_and_are_captured_on_cards_of_each_capability(device, capa
 
 
 @pytest.mark.parametrize("capability", thorough_except(["80", "86", "90", "120"], "86"))
-def test_fp8_weights_are_compiled_on_cards_of_each_capability(device, capability):
-    passes({**device, "FAKECUDA_CC": capability}, "tests/fakecuda/test_fp8.py")
-
-
-def test_group_norms_are_our_kernels(device):
-    """On a card of capability 12.0."""
-    passes({**device, "FAKECUDA_CC": "120"}, "tests/fakecuda/test_group_norm_graphs.py")
+def test_fp8_weights_are_compiled_and_group_norms_are_our_kernels_on_cards_of_each_capability(device, capability):
+    files = "tests/fakecuda/test_fp8.py", "tests/fakecuda/test_group_norm_graphs.py"
+    passes({**device, "FAKECUDA_CC": capability}, *files)
 
 
 MODELS = "SD1.5", "SDXL", "Flux", "SD3", "Qwen-Image", "wide Wan", "HunyuanVideo", "Lumina2", "LTXV", "LTX 2"
