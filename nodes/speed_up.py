@@ -6,7 +6,8 @@ from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.models.vae import uncompiled
-from ..accel.hosts.comfyui.versions import lacks, make_input, schema
+from ..accel.hosts.comfyui.running_prompt import is_missing_input
+from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.step_cache.config import QUALITIES
 
 
@@ -57,11 +58,11 @@ class AccelSpeedUp(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **inputs) -> bool:
         """What was made where nobody reads the VAE output is not for a prompt that does, and has no VAE."""
-        return lacks("vae", 1)
+        return is_missing_input("vae", used_output=1)
 
     @classmethod
     def execute(cls, model, quality, vae=None) -> io.NodeOutput:
-        if lacks("vae", 1):  # said before sampling, on this node: VAE Decode is not to blame
+        if is_missing_input("vae", used_output=1):  # said before sampling, on this node: VAE Decode is not to blame
             raise ValueError("Speed Up has no VAE for its VAE output: connect one to its input vae.")
         faster = accelerate(model, CompileSettings(measured=True), made_by="AccelSpeedUp", graphs=True)
         caching = QUALITIES[quality]

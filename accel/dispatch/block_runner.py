@@ -86,8 +86,7 @@ class BlockRunner:
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or region.slots
-        is_read = wraps is not None and wraps.adds
-        self._lora = AddedWeights(region.block, kind.tensors, wraps) if is_read else None
+        self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
         self._calls_layers = region.calls_layers
         known = KnownCalls.of(region, cache, settings, type(self._weights))
         self._inline = InlineCache(cache, self._weights, simplify_options, known, lease)

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,12 @@ class Order(IntEnum):
     CACHED = 1
 
 
-_Item = tuple[int, int | None, Layer]
-"""(order, thread, layer). thread: the only one whose calls go to the layer; None for all threads."""
+class _Item(NamedTuple):
+    """One layer of a stand-in. thread: the only one whose calls go to it; None for all threads."""
+
+    order: Order
+    thread: int | None
+    layer: Layer
 
 
 def rebound(method: Any, memo: dict, otherwise: Any) -> Any:
@@ -65,16 +69,16 @@ class StandIn(functools.partial):
 
     @classmethod
     def of(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
-        is_single = len(items) == 1 and items[0][1] is None
-        made = cls(items[0][2], own) if is_single else cls(_call, items, own)
+        is_single = len(items) == 1 and items[0].thread is None
+        made = cls(items[0].layer, own) if is_single else cls(_call, items, own)
         made.own, made.is_foreign, made.items = own, is_foreign, items
         return made
 
     def plus(self, item: _Item) -> StandIn:
         """This stand-in with one more layer."""
         items = (*self.items, item)
-        if self.items[-1][0] > item[0]:
-            items = tuple(sorted(items, key=operator.itemgetter(0)))
+        if self.items[-1].order > item.order:
+            items = tuple(sorted(items, key=operator.attrgetter("order")))
         return self.of(self.own, self.is_foreign, items)
 
     def minus(self, item: _Item) -> StandIn | None:
@@ -181,11 +185,8 @@ class Substitution:
                 there = list(map(dict.setdefault, self._places, _FORWARD, ready))
                 if there != ready:
                     for at, (place, forward, stand_in) in enumerate(zip(self._places, there, ready, strict=True)):
-                        if forward is not stand_in:
-                            is_ours, items = type(forward) is StandIn, stand_in.items
-                            if is_for_own_alone(items[0][2]) and (not is_ours or forward.is_foreign):
-                                continue
-                            over = forward.plus(*items) if is_ours else StandIn.of(forward, True, items)
+                        over = stand_in if forward is stand_in else _over(forward, stand_in.items[0])
+                        if over is not stand_in and over is not forward:
                             made[at] = over, forward
                             place["forward"] = over
             yield
@@ -201,7 +202,7 @@ class Substitution:
 
     def _stand_ins(self) -> list[StandIn]:
         return [
-            StandIn.of(types.MethodType(_own_forward, module), False, ((self._order, self._thread, layer),))
+            StandIn.of(types.MethodType(_own_forward, module), False, (_Item(self._order, self._thread, layer),))
             for module, layer in self._layers
         ]
 
@@ -228,6 +229,15 @@ class Substitution:
                 del place["forward"]
 
 
+def _over(forward: Forward, item: _Item) -> Forward:
+    """What is put on a module that has this forward already: a stand-in for it with one more layer, or the forward
+    itself, where the layer is right for that of the module's class alone and somebody else has put another there."""
+    is_ours = type(forward) is StandIn
+    if getattr(item.layer, "for_own_alone", False) and (not is_ours or forward.is_foreign):
+        return forward
+    return forward.plus(item) if is_ours else StandIn.of(forward, True, (item,))
+
+
 def forward_of(cls: type) -> tuple[type, Any]:
     """The class that has the forward of a class, and that forward as it stands there."""
     for base in cls.__mro__:
@@ -245,11 +255,6 @@ def _own_forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if hasattr(forward, "__get__"):
         forward = forward.__get__(module, type(module))
     return forward(*args, **kwargs)
-
-
-def is_for_own_alone(layer: Layer) -> bool:
-    """Whether the layer is right for the forward of a module's class and for no other."""
-    return getattr(layer, "for_own_alone", False)
 
 
 _FORWARD = itertools.repeat("forward")

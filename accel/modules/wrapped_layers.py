@@ -37,12 +37,7 @@ of a block, so it must be quick. Raises `RunEagerly` with the reason if the wrap
 
 
 class Wraps(Protocol):
-    """A host's knowledge of the wrappers that its programs put around layers.
-
-    adds: whether some add to a layer's weight, which is read in each call of a block.
-    """
-
-    adds: bool
+    """A host's knowledge of the wrappers that its programs put around layers, and add to their weights."""
 
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
         """The layer inside a wrapper; None if the module is not a wrapper."""

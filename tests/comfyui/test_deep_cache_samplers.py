@@ -8,7 +8,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.hosts.comfyui.models.samplers import NoiseLevels, reckons
+from comfy_accel.accel.hosts.comfyui.models.samplers import NoiseLevels, follows_schedule
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.splits.unet import UNetSplit
@@ -106,34 +106,36 @@ def as_if_seen(monkeypatch):
 
 
 @pytest.fixture
-def reckoned(monkeypatch):
-    """Levels of runs from now on that were reckoned, as on a GPU, and what they are."""
+def taken_from_schedule(monkeypatch):
+    """Levels of runs from now on that were taken from the schedule, as on a GPU, and what they are."""
     seen = []
 
     class Watched(NoiseLevels):
         def read(self, timestep, schedule):
             level = super().read(timestep, schedule)
-            if self._reckoned and self._reckoned[-1][0] == level:
+            if self._unchecked and self._unchecked[-1][0] == level:
                 seen.append((level, timestep.max().item()))
             return level
 
     monkeypatch.setattr(host, "NoiseLevels", Watched)
-    monkeypatch.setattr(host, "reckons", lambda sampler, device: reckons(sampler, torch.device("cuda")))
+    monkeypatch.setattr(
+        host, "follows_schedule", lambda sampler, device: follows_schedule(sampler, torch.device("cuda"))
+    )
     return seen
 
 
-def test_levels_of_core_s_samplers_are_reckoned_from_the_fifth_on_and_of_others_read(
-    small_unet, sample, reckoned, monkeypatch
+def test_levels_of_core_s_samplers_are_taken_from_the_schedule_from_the_fifth_on_and_of_others_read(
+    small_unet, sample, taken_from_schedule, monkeypatch
 ):
     sample(cached(small_unet), 64, 64, steps=7, sampler="euler")
-    assert len(reckoned) == 3
+    assert len(taken_from_schedule) == 3
     function = comfy.samplers.k_diffusion_sampling.sample_euler
     monkeypatch.setattr(function, "__module__", "a_pack_of_samplers")
     sample(cached(small_unet), 64, 64, steps=7, sampler="euler")
-    assert len(reckoned) == 3
+    assert len(taken_from_schedule) == 3
 
 
-def test_levels_are_read_again_once_one_was_reckoned_wrongly():
+def test_levels_are_read_again_once_one_was_wrongly_taken_from_the_schedule():
     levels, schedule = NoiseLevels(True), [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.0]
     evaluated = [6.0, 5.0, 4.0, 3.0, 3.5, 3.5, 1.0, 0.5]
     read = [levels.read(torch.tensor([level]), schedule) for level in evaluated]
@@ -141,9 +143,11 @@ def test_levels_are_read_again_once_one_was_reckoned_wrongly():
 
 
 @pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
-def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, calls, reckoned, as_if_seen, sampler):
+def test_steps_are_skipped_whole_and_every_third_is_full(
+    small_unet, sample, calls, taken_from_schedule, as_if_seen, sampler
+):
     out = sample(cached(small_unet), 64, 64, steps=7, sampler=sampler)
-    assert all(level == pytest.approx(actual, rel=1e-4) for level, actual in reckoned)
+    assert all(level == pytest.approx(actual, rel=1e-4) for level, actual in taken_from_schedule)
     assert out.isfinite().all()
     assert calls() == STATED.get(sampler, ONE_CALL)
     steps = {group[0]: group[1].upper() for group in calls().split()}  # once each, however often it is come back to

@@ -19,7 +19,7 @@ from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.home import running_home
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
+from comfy_accel.accel.hosts.comfyui.tracing import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location
 from comfy_accel.accel.store.graph_store import attach
 from kit import tiny_models

@@ -19,7 +19,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui import versions
+from comfy_accel.accel.hosts.comfyui import recording
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.modules.substitution import substituted
@@ -124,7 +124,7 @@ def test_images_are_right_and_the_recorders_rules_are_kept(fake, cache, nodes):
 @pytest.mark.parametrize("paused", thorough_except([True, False], True))  # the second shows that the first could fail
 def test_what_is_recorded_is_the_same_while_blocks_are_compiled_compared_and_warm(fake, monkeypatch, paused):
     if not paused:
-        monkeypatch.setattr(versions, "_unrecorded", nullcontext)
+        monkeypatch.setattr(recording, "_unrecorded", nullcontext)
     compiled, counted = GraphCache(), []
     for _ in range(3):
         with recorded() as record:
@@ -195,7 +195,7 @@ def test_blocks_stand_aside_while_core_captures_around_them(fake, cache, monkeyp
 
 
 def test_no_garbage_is_collected_during_a_pause(fake):
-    context = versions.unrecorded_context()
+    context = recording.unrecorded_context()
     with context():
         assert gc.isenabled()  # nothing is recorded
     with fake.malloc_graph_scope(torch.device("cpu")):
@@ -211,9 +211,9 @@ def test_first_cores_with_a_recorder_have_no_pause_of_their_own(monkeypatch):
     first = types.ModuleType("comfy.model_prefetch")
     first.ACTIVE_MALLOC_GRAPHS = {threading.get_ident(): graph}
     monkeypatch.setitem(sys.modules, "comfy.model_prefetch", first)
-    with versions.unrecorded_context()():
+    with recording.unrecorded_context()():
         assert said == ["pause"]
     assert said == ["pause", "resume"]
     first.ACTIVE_MALLOC_GRAPHS.clear()
-    with versions.unrecorded_context()():
+    with recording.unrecorded_context()():
         assert len(said) == 2

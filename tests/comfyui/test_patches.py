@@ -15,7 +15,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.versions import traceable
+from comfy_accel.accel.hosts.comfyui.tracing import traceable
 from kit import tiny_models
 from kit.compiled import graphs
 from kit.other_nodes import hooked

@@ -16,8 +16,8 @@ from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, Settings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.hosts.comfyui.running_prompt import finish_node_progress, show_node_progress
 from comfy_accel.accel.hosts.comfyui.server import panel, report
-from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.report.run_record import records

@@ -24,7 +24,7 @@ from comfy_accel.accel.compile import block_compiler  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa: E402
-from comfy_accel.accel.hosts.comfyui.versions import traceable  # noqa: E402
+from comfy_accel.accel.hosts.comfyui.tracing import traceable  # noqa: E402
 from comfy_accel.accel.signature import output_check, tree_spec  # noqa: E402
 from kit import made_up_device as device  # noqa: E402
 from kit.core_families import OTHERS  # noqa: E402

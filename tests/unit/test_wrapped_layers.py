@@ -40,8 +40,6 @@ class Adapter(nn.Module):
 
 
 class Adapters:
-    adds = True
-
     def base(self, module):
         return module.layer if isinstance(module, Adapter) else None
 

@@ -22,8 +22,7 @@ from ...store.graph_store import attach
 from .home import running_home
 from .models.accelerate import block_layers, count_kinds
 from .models.streamed import clone_for_compiling, stays_in_place
-from .progress import CompileProgress
-from .versions import leading_node
+from .running_prompt import CompileProgress, leading_node
 from .views import as_view
 
 

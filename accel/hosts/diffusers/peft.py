@@ -46,8 +46,6 @@ class PeftLayers:
     with an IP-Adapter: any scales and masks run on the same graphs.
     """
 
-    adds = True
-
     def __init__(self) -> None:
         self._opaque = OpaqueLayers()
 

@@ -28,15 +28,11 @@ from ....report.run import Totals
 from ....store.graph_store import attach
 from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
 from ..home import running_home
-from ..progress import CompileProgress
+from ..recording import unrecorded_context
+from ..running_prompt import CompileProgress, leading_node
 from ..sizes.shape_errors import sizes_explained
-from ..versions import (
-    NO_RESULT_DEPENDS_ON,
-    is_split_over_devices,
-    leading_node,
-    traceable,
-    unrecorded_context,
-)
+from ..tracing import NO_RESULT_DEPENDS_ON, traceable
+from ..versions import is_split_over_devices
 from . import streamed
 from .options import CORE_COMPILE, INTERRUPTS, SKIPS, runs_between, simplifier
 from .run_events import run_events, sampling_begins, uses

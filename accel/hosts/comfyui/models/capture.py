@@ -31,12 +31,9 @@ from ....fingerprint.plain_values import Indescribable
 from ....modules.snapshot import WeightSnapshot
 from ....modules.substitution import Layer, Order, Substitution
 from .. import attention, preferences
-from ..versions import (
-    NO_RESULT_DEPENDS_ON,
-    is_dynamic,
-    records_memory,
-    takes_streamed_weights,
-)
+from ..recording import records_memory
+from ..tracing import NO_RESULT_DEPENDS_ON
+from ..versions import is_dynamic, takes_streamed_weights
 from .capture_memory import let_core_take_memory, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier

@@ -21,7 +21,7 @@ from ....fingerprint.code_facts import facts_of
 from ....modules.blocks import is_compiled
 from ....store.graph_store import attach
 from ..home import running_home
-from ..progress import CompileProgress
+from ..running_prompt import CompileProgress
 from ..versions import is_dynamic, takes_streamed_weights
 from .accelerate import block_layers, count_kinds
 

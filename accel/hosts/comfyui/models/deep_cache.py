@@ -27,14 +27,16 @@ from ....step_cache.noise_levels import angle
 from ....step_cache.run import DeepCacheRun
 from ....step_cache.sampler_facts import SamplerFacts
 from ....step_cache.splits.layouts import find_split, numbers_kept, why_no_split
+from ..recording import unrecorded_context
+from ..running_prompt import leading_node
 from ..sizes.shape_errors import sizes_explained
-from ..versions import forget_prefetched, leading_node, unrecorded_context
+from ..versions import forget_prefetched
 from ..words import advised
 from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
 from .options import SKIPS as KEY
 from .run_events import run_events, sampling_begins
-from .samplers import NoiseLevels, facts_of, reckons
+from .samplers import NoiseLevels, facts_of, follows_schedule
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
@@ -73,7 +75,7 @@ def apply_deep_cache(
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _make_room)
         clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _begin_sampling)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
-        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _ask)
+        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _later_controls)
         if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
         else:
@@ -88,6 +90,7 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 
 def _run_wrapper(settings: DeepCacheSettings, made_by: str | None, choices: dict[str, Any]) -> Callable[..., Any]:
     def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """OUTER_SAMPLE wrapper: one run, from loading the model to its last step."""
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         before = options.get(KEY)
@@ -146,7 +149,7 @@ class _Sampling:
         of_model = patcher.get_model_object("model_sampling")
         is_flow, levels = isinstance(of_model, CONST), schedule.tolist()
         percents = settings.start_percent, settings.end_percent
-        self._levels = NoiseLevels(reckons(self._sampler, patcher.load_device))
+        self._levels = NoiseLevels(follows_schedule(self._sampler, patcher.load_device))
         facts = facts_of(self._sampler, guider, levels, is_flow)
         may_correct = not self._is_masked and _is_plain(guider) and not any(map(model_options.get, _PREDICTS))
         self.run = DeepCacheRun(
@@ -205,7 +208,7 @@ class _Sampling:
 def _make_room(
     executor: Any, patcher: Any, noise_shape: Sequence[int], conds: dict[str, list], *args: Any, **kwargs: Any
 ) -> Any:
-    """Loads the model with room left for the features that skipped steps need, on top of core's own estimate."""
+    """PREPARE_SAMPLING wrapper: loads the model with room for the features of skipped steps, beyond core's estimate."""
     options = kwargs.get("model_options") or (args[0] if args else None) or {}
     sampling: _Sampling | None = options.get("transformer_options", {}).get(KEY)
     try:
@@ -235,7 +238,7 @@ def _reserving(model: Any, kept: int) -> Iterator[None]:
 def _begin_sampling(
     executor: Any, guider: Any, sigmas: Any, extra_args: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Before the sampler's first evaluation. What it does is measured here, not within it: it may keep a state."""
+    """SAMPLER_SAMPLE wrapper: makes the run. The sampler is measured here and not within it: it may keep a state."""
     options = extra_args.get("model_options", {})
     sampling: _Sampling | None = options.get("transformer_options", {}).get(KEY)
     if sampling is not None:
@@ -247,7 +250,7 @@ def _begin_sampling(
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
-    """Around every evaluation of the guider, however many model calls it makes.
+    """PREDICT_NOISE wrapper: one evaluation of the guider, however many model calls it makes.
 
     The one place that reads sigmas, since that may wait for the GPU.
     """
@@ -309,8 +312,8 @@ def _levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
         yield from (keyframe.start_t for keyframe in hook.hook_keyframe.keyframes)
 
 
-def _ask(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
-    """Around the predictions with and without the prompt, and any that other nodes ask for."""
+def _later_controls(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
+    """CALC_COND_BATCH wrapper: on a step that may be skipped, ControlNets are not called before they are needed."""
     sampling: _Sampling | None = model_options.get("transformer_options", {}).get(KEY)
     if sampling is not None and sampling.run is not None and sampling.run.leaves_controls_out:
         conds = postponed(conds, model_options)
@@ -318,7 +321,7 @@ def _ask(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any,
 
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `apply_model`, for models that run no wrappers themselves."""
+    """APPLY_MODEL wrapper: a stand-in for the model's forward, for models that run no wrappers themselves."""
     model = _uncompiled(executor.class_obj.diffusion_model)
 
     @torch.compiler.disable
@@ -331,7 +334,7 @@ def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around every call of the model's forward.
+    """DIFFUSION_MODEL wrapper: every call of the model's forward.
 
     Not for Dynamo: what `TorchCompileModel` traced on a full step would be wrong on a skipped one.
     """

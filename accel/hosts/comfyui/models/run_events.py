@@ -11,8 +11,8 @@ import torch
 from ....cache.entry import Use
 from ....core.events import emit, log
 from .. import preferences
+from ..running_prompt import running_prompt, steps_shown
 from ..sizes.model_sizes import family_name, latent_layout
-from ..versions import running_prompt, steps_shown
 from .options import INTERRUPTS
 
 

@@ -25,15 +25,15 @@ class NoiseLevels:
 
     Reading one from the device waits until all that is queued there is done, and the device is idle meanwhile. Most
     samplers evaluate each step once, at the step's own level, which is known. So after the first `LEARNED` levels the
-    others are reckoned, and compared with what they were as soon as the device has passed them.
+    others are taken from the schedule, and compared with what they were as soon as the device has passed them.
 
-    reckons: whether any may be reckoned.
+    follows_schedule: whether any may be taken from there.
     """
 
-    def __init__(self, reckons: bool):
-        self._reckons = reckons
+    def __init__(self, follows_schedule: bool):
+        self._follows_schedule = follows_schedule
         self._count = 0
-        self._reckoned: list[tuple[float, HostCopy]] = []
+        self._unchecked: list[tuple[float, HostCopy]] = []
 
     def read(self, timestep: torch.Tensor, schedule: Sequence[float]) -> float:
         """The level of the next evaluation. timestep: as the sampler passes it. schedule: the run's levels."""
@@ -41,24 +41,24 @@ class NoiseLevels:
         self._count += 1
         expected = schedule[place] if place + 1 < len(schedule) else None
         self._check()
-        if self._reckons and expected is not None and place >= LEARNED:
-            self._reckoned.append((expected, HostCopy(timestep.max())))
+        if self._follows_schedule and expected is not None and place >= LEARNED:
+            self._unchecked.append((expected, HostCopy(timestep.max())))
             return expected
         level = float(timestep.max())
-        self._reckons = self._reckons and expected is not None and is_near(expected, level)
+        self._follows_schedule = self._follows_schedule and expected is not None and is_near(expected, level)
         return level
 
     def _check(self) -> None:
-        while self._reckoned and self._reckoned[0][1].has_come():
-            expected, level = self._reckoned.pop(0)
-            if self._reckons and not is_near(expected, float(level.read())):
+        while self._unchecked and self._unchecked[0][1].has_come():
+            expected, level = self._unchecked.pop(0)
+            if self._follows_schedule and not is_near(expected, float(level.read())):
                 log.warning("DeepCache: this sampler left the schedule on its way; its levels are read one by one.")
-                self._reckons = False
+                self._follows_schedule = False
 
 
-def reckons(sampler: Any, device: torch.device) -> bool:
-    """Whether levels need not all be read: the sampler is one of core's, none of which changes its ways in mid-run, and
-    reading would wait for the device."""
+def follows_schedule(sampler: Any, device: torch.device) -> bool:
+    """Whether levels may be taken from the schedule: the sampler is one of core's, none of which changes its ways in
+    mid-run, and reading them would wait for the device."""
     return is_of_core(sampler) and device.type == "cuda"
 
 

@@ -83,7 +83,7 @@ _FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
 
 def start(server: Any) -> None:
     """Send events to the pages of this server from now on."""
-    from ..versions import running_prompt  # which needs ComfyUI; the rest of this module does not
+    from ..running_prompt import running_prompt  # which needs ComfyUI; the rest of this module does not
 
     def asker() -> tuple[str | None, str | None]:
         prompt = running_prompt()

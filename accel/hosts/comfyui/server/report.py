@@ -14,7 +14,7 @@ from ....report.facts import Fact, cache_fact, facts_of
 from ....report.run import Run
 from ....report.run_record import records
 from .. import preferences
-from ..versions import running_prompt
+from ..running_prompt import running_prompt
 from ..words import advice, advised
 from . import panel
 
