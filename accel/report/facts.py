@@ -93,9 +93,9 @@ def _image(run: Run) -> Fact:
 
 
 def _gain(run: Run, compiles: bool, skips: bool) -> Fact:
-    own = [saving for saving, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
-    known = together(*own)
-    saved, how = known["saved_seconds"], known["saved_how"]
+    own = [one for one, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
+    saving = together(*own)
+    saved, how = saving["saved_seconds"], saving["saved_how"]
     making = min(run.compile_seconds + run.load_seconds, run.seconds)
     bar = [
         Part(run.seconds - making, f"sampling {seconds(run.seconds - making)}"),

@@ -39,7 +39,7 @@ class Record:
 
     def with_next(self, other: Any) -> Any:
         """This and the next sampling of one prompt, merged (a base model and a refiner, say)."""
-        rules = {known.name: known.metadata["joined"] for known in fields(self) if known.metadata}
+        rules = {one.name: one.metadata["joined"] for one in fields(self) if one.metadata}
         return replace(other, **{name: rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()})
 
 
@@ -116,9 +116,9 @@ class Skipping(Record):
 
     def with_next(self, other: Skipping) -> Skipping:
         both = super().with_next(other)
-        known = [(one.skipped_work, len(one.steps_taken)) for one in (self, other) if one.skipped_work is not None]
-        steps = sum(count for _, count in known)
-        return replace(both, skipped_work=sum(share * count for share, count in known) / steps if steps else None)
+        shares = [(one.skipped_work, len(one.steps_taken)) for one in (self, other) if one.skipped_work is not None]
+        steps = sum(count for _, count in shares)
+        return replace(both, skipped_work=sum(share * count for share, count in shares) / steps if steps else None)
 
     def as_json(self) -> dict[str, Any]:
         counts = {"full_steps": self.full_steps, "skipped_steps": self.skipped_steps}
@@ -211,9 +211,9 @@ class Run(Record):
 
     def times_by(self, *savings: Saving) -> float | None:
         """How many times as long the image would have taken without these savings; None where unknown."""
-        known = [saving.seconds for saving in savings if saving.seconds is not None]
+        measured = [saving.seconds for saving in savings if saving.seconds is not None]
         working = self.working_seconds
-        return (working + sum(known)) / working if known and working > 0 and not self.failed else None
+        return (working + sum(measured)) / working if measured and working > 0 and not self.failed else None
 
     def gain_by(self, *savings: Saving) -> list[Reason]:
         """The gain from these savings, in parts for people; empty where it is unknown."""
@@ -230,10 +230,10 @@ class Run(Record):
     def reasons(self) -> dict[Reason, Counter[str]]:
         """Why calls ran uncompiled or were not captured, the most frequent first, with how many calls of which block
         each is about."""
-        found: dict[Reason, Counter[str]] = {}
+        reasons: dict[Reason, Counter[str]] = {}
         for (block, why), calls in self.fallbacks.items():
-            found.setdefault(why, Counter())[block] += calls
-        return dict(sorted(found.items(), key=lambda row: -row[1].total()))
+            reasons.setdefault(why, Counter())[block] += calls
+        return dict(sorted(reasons.items(), key=lambda row: -row[1].total()))
 
     def why_uncompiled(self) -> list[Reason]:
         """Why blocks ran uncompiled, the most frequent reason first."""

@@ -67,10 +67,10 @@ def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] =
 
 def together(*savings: Saving) -> dict[str, Any]:
     """The sum of what is known, as JSON: {"saved_seconds", "saved_how", "saved_reasons"}; None, text, reasons."""
-    known = [saving.seconds for saving in savings if saving.seconds is not None]
+    measured = [saving.seconds for saving in savings if saving.seconds is not None]
     reasons = [saving.how for saving in savings if saving.how is not None] or [Reason("saved_unmeasured")]
     return {
-        "saved_seconds": sum(known) if known else None,
+        "saved_seconds": sum(measured) if measured else None,
         "saved_how": " ".join(map(str, reasons)),
         "saved_reasons": [reason.as_json() for reason in reasons],
     }
