@@ -7,7 +7,6 @@ import torch
 from comfy_accel.accel.core.reasons import RunEagerly
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
-from comfy_accel.accel.modules.stored_form import moved
 from comfy_accel.accel.signature.tensors import tensor_spec
 from kit.blocks import Wrapped
 from torch import nn
@@ -247,5 +246,3 @@ def test_what_is_said_beside_the_data_of_weights_makes_another_kind():
     a.notes, a.read = [], "b"
     with pytest.raises(RunEagerly, match=r"how a weight is stored \(Quantised\) changed"):
         slots.take()
-    elsewhere = moved(b, torch.device("meta"), True)
-    assert (type(elsewhere), elsewhere.device.type, vars(elsewhere)) == (Quantised, "meta", vars(b))

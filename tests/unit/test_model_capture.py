@@ -11,6 +11,7 @@ import pytest
 import torch
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
+from comfy_accel.accel.dispatch.block_runner import NotReady
 from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.modules.snapshot import WeightSnapshot
 from kit.blocks import Stop
@@ -509,6 +510,17 @@ def test_interrupt_passes_and_the_next_run_is_right(stage):
     capturer.fail_at = None
     with run(model, cache, host) as call:
         check_calls(model, call, 8)
+    assert reasons() == [] and left(capturer) == 1
+
+
+def test_capture_in_which_a_block_has_no_graph_at_hand_is_made_later():
+    """Another thread may have dropped it meanwhile."""
+    model, (cache, capturer) = Toy(), capturing_cache(CpuCapturer("begin", NotReady))
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+        assert capturer.captures == 2 and left(capturer) == 0
+        capturer.fail_at = None
+        check_calls(model, call, 4)
     assert reasons() == [] and left(capturer) == 1
 
 
