@@ -33,6 +33,16 @@ def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
+def _plain(value: Any) -> Any:
+    """The value, or of a tensor of a class of its own the first plain one in it, which is replaced with it.
+
+    Torch moves the former by swapping, and refuses that where somebody refers to them weakly.
+    """
+    while hasattr(type(value), "__tensor_flatten__"):
+        value = getattr(value, value.__tensor_flatten__()[0][0])
+    return value
+
+
 class LayoutSnapshot:
     """The modules that a model is made of, and how the weights of its blocks are stored; neither values nor devices.
 
@@ -62,7 +72,7 @@ class LayoutSnapshot:
         inside = [part for block in eager for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers, part.__dict__)]
         places = [(holder, *item) for holder in holders for item in holder.items()]
-        self._stored = [(*at, weakref.ref(value)) for *at, value in places if isinstance(value, torch.Tensor)]
+        self._stored = [(*at, weakref.ref(_plain(value))) for *at, value in places if isinstance(value, torch.Tensor)]
         weights = self._weights()
         self._are_none = [weight is None for weight in weights]
         forms = [None if weight is None else _form_or_none(weight) for weight in weights]
@@ -88,7 +98,7 @@ class LayoutSnapshot:
                 and list(map(len, self._named)) == self._sizes
                 and len(objects) == len(self._kept)
                 and all(map(operator.is_, objects, self._kept))
-                and all(stored() is holder[name] is not None for holder, name, stored in self._stored)
+                and all(stored() is _plain(holder[name]) is not None for holder, name, stored in self._stored)
                 and self._described() == self._state
                 and self._are_stored_as_before()
             )
