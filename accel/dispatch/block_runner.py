@@ -149,7 +149,11 @@ class BlockRunner:
                 if observer is not None:
                     observer.used.append((resolved.entry, resolved.graph, counter))
                 try:
-                    return resolved.graph.run(tensors)
+                    out = resolved.graph.run(tensors)
+                    if guarded.copied:
+                        for at, given in zip(guarded.copied, guarded.given(args, kwargs), strict=True):
+                            out = _handed_back(out, tensors[at], given)
+                    return out
                 except RunEagerly as refusal:
                     failure = refusal.reason
                 except Exception as error:

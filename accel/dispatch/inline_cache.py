@@ -146,9 +146,7 @@ class InlineCache:
         if resolved is None or layouts != weights or not self._may_use(resolved):
             return False, None
         is_run = resolved.verdict is None and not resolved.is_compared
-        # What is written to a copy of an input has to be handed back, which `BlockRunner` does for described calls.
-        is_handed_back = any(call.inputs[at] is not call.given[at] for at in resolved.graph.facts.changed)
-        if is_run and not is_handed_back and self._guards_made[resolved] < _MAX_GUARDS_MADE:
+        if is_run and self._guards_made[resolved] < _MAX_GUARDS_MADE:
             self._guards_made[resolved] += 1
             guarded = GuardedCall(call, self._weights, self._replace, resolved)
             self._known.guarded = (guarded, *self._known.guarded[: _MAX_GUARDED - 1])
@@ -191,7 +189,8 @@ class InlineCache:
 class GuardedCall(CallGuard):
     """Recognises later calls of a block like one whose weights and inputs (not yet dense) these were; keeps no tensor.
 
-    resolved: the graph that runs them; it writes to no input that is not dense.
+    resolved: the graph that runs them. copied: where its tensors are copies of inputs that it writes to; `given` has
+    the inputs.
     """
 
     def __init__(
@@ -207,6 +206,7 @@ class GuardedCall(CallGuard):
         self._weights = len(weights)
         self._strided = [at for at, tensor in enumerate(inputs, len(weights)) if not is_dense(tensor)]
         changed = resolved.graph.facts.changed
+        self.copied = [at for at in self._strided if at - len(weights) in changed]
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(changed, [extent(tensor) for tensor in inputs]) if changed else []
         self._is_whole = not self._strided and not self.has_numbers
@@ -237,3 +237,8 @@ class GuardedCall(CallGuard):
         for at in self._strided:
             tensors[at] = tensors[at].contiguous()
         return tensors
+
+    def given(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The inputs in a call that matched, at the places of `copied`."""
+        inputs = self.with_numbers(self.arguments(args, kwargs))
+        return [inputs[at - self._weights] for at in self.copied]
