@@ -72,16 +72,19 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
         entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
         carry_built_kernels(entry.compiled_fw.result, modules)
         environment = artifacts.runtime_env
-        # Modules that the bytecode does not use were there for tracing. This pack's are among them, which another
-        # installation may import under another name.
-        used = {step.argval for step in dis.get_instructions(environment.bytecode) if "GLOBAL" in step.opname}
+        # What the bytecode does not use was there for tracing: modules, this pack's among them, which another
+        # installation may import under another name; and functions of ours that hold the block.
+        steps = list(dis.get_instructions(environment.bytecode))
+        used = {step.argval for step in steps if "GLOBAL" in step.opname or "DEREF" in step.opname}
         sources = {alias: module for alias, module in environment.import_sources.items() if alias in used}
-        values = [cell.cell_contents for cell in environment.closure or ()]
-        closure = tuple(types.CellType(TEMPLATE if value is template else value) for value in values)
+        closure = []
+        for name, cell in zip(environment.bytecode.co_freevars, environment.closure or (), strict=True):
+            value = cell.cell_contents if name in used else None
+            closure.append(types.CellType(TEMPLATE if value is template else value))
         portable = dataclasses.replace(
             artifacts,
             compiled_fn=callable_type(_Entry(entry)),
-            runtime_env=dataclasses.replace(environment, import_sources=sources, closure=closure or None),
+            runtime_env=dataclasses.replace(environment, import_sources=sources, closure=tuple(closure)),
             source_info=torch_internals.SOURCE_INFO.get()(inlined_sources=set()),
         )
         data = torch_internals.AOT_FUNCTION.get().serialize(_Artifacts(portable))
