@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
 from ..core.torch_internals import tell_compilers
 from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
-from ..modules.opaque_layers import OpaqueLayer
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
@@ -80,12 +79,7 @@ def survey_model(
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:
     asked = settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable
-
-    def opaque(parts: Sequence[torch.nn.Module]) -> list[int]:
-        bare = [] if host.wraps is None else map(host.wraps.base, parts)
-        return [at for at, part in enumerate(bare) if isinstance(part, OpaqueLayer)]  # which may change at each load
-
-    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, *asked), opaque)
+    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, *asked))
 
 
 def compiled_layers(

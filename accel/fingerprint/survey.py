@@ -6,7 +6,7 @@ import functools
 import hashlib
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -194,27 +194,21 @@ class KeptSurveys:
             found = model.__dict__[_SLOT] = cls()
         return found
 
-    def find(
-        self,
-        model: torch.nn.Module,
-        asked: Any,
-        look: Callable[[], Survey],
-        state: Callable[[Sequence[torch.nn.Module]], Any] = lambda parts: None,
-    ) -> Survey:
+    def find(self, model: torch.nn.Module, asked: Any, look: Callable[[], Survey]) -> Survey:
         """The survey of the model as it is now, made by `look` where none is kept.
 
-        asked: what it is made with. state: what else it rests on, of the modules in the model.
+        asked: what it is made with.
         """
         if self._kept:
             _, newest = self._kept[0]
             drop_restored_forwards((model, *newest.layout.parts))
         there = [(of, kept) for of, kept in self._kept if kept.layout.is_current(model)]
         for of, kept in there:
-            if of == (asked, state(kept.layout.parts)) and kept.stands and kept.eager.is_current():
+            if of == asked and kept.stands and kept.eager.is_current():
                 return kept
         made = look()
         if made.eager is not None:
-            there.insert(0, ((asked, state(made.layout.parts)), made))
+            there.insert(0, (asked, made))
         self._kept = tuple(there[:_MOST_KEPT])
         return made
 
