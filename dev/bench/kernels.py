@@ -111,16 +111,17 @@ def measure(name: str) -> list[report.Row]:
     rows: list[report.Row] = []
     compile_block = block_compiler.compile_block
 
-    def compile_both(template: Any, call: Any, *rest: Any) -> Any:
+    def compile_both(template: Any, call: Any, *rest: Any, **settings: Any) -> Any:
         kind = call.kind
         ours = None
         for variant in (OURS, STATIC):
-            is_ours = variant == OURS
             for_one_size = dataclasses.replace(call, kind=dataclasses.replace(kind, varying=()), any_size=False)
-            given = (call, *rest) if is_ours else (for_one_size,)
             with _fresh_kernels():
                 started = _cpu_seconds()
-                graph = compile_block(template, *given)
+                if variant == OURS:
+                    graph = compile_block(template, call, *rest, **settings)
+                else:
+                    graph = compile_block(template, for_one_size)
                 seconds = _cpu_seconds() - started
                 launches = _launches(graph, call.tensors)
             ours = ours or graph
