@@ -85,11 +85,13 @@ def is_here() -> bool:
 def prepare() -> None:
     """In the process with the device: keep torch away from what needs a card, and outputs from being compared."""
     import torch
+    from comfy_accel.accel.dispatch import block_runner
     from comfy_accel.accel.signature import output_check
 
     torch.backends.cudnn.enabled = False  # convolutions then are products, as those that are compiled
     # There are no values: what is read is what somebody left in the memory.
     output_check._worst = functools.wraps(output_check._worst)(lambda *of_outputs: 0.0)
+    block_runner.have_equal_values = lambda *tensors: True
 
 
 def sample_without_values() -> None:
