@@ -165,12 +165,6 @@ def test_annotations_are_no_code_that_a_call_runs():
     assert digest(Annotated(number=1)) == digest(Annotated(number=5))
 
 
-def test_note_that_no_code_reads_is_as_if_it_were_not_there():
-    noted = Block()
-    noted.up.was_patched, noted.up.label = True, "somebody's"
-    assert digest(noted) == digest(Block())
-
-
 # This process has an order of its own already.
 @pytest.mark.parametrize("seed", thorough_except(["1", "2"], "1"))
 def test_digest_is_the_same_in_every_process(seed):
