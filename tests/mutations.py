@@ -338,7 +338,7 @@ MUTATIONS = [
         "sizes of 1 taken for like others",
         "        if self.calls != other.calls:\n",
         "        if False:\n",
-        "unit/test_specialization.py::test_a_graph_serves_a_batch_of_one_where_the_block_does_the_same_with_it",
+        "unit/test_specialization.py::test_a_graph_serves_a_batch_of_one_where_the_block_same_ops_with_with_it",
     ),
     Mutation(
         "what a block asks of the other sizes with a batch of 1 forgotten",

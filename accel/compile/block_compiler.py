@@ -148,7 +148,7 @@ def load_block(
 def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None = None) -> CompiledGraph:
     """template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else lambda: artifact.save(template)
-    how = {"save": save, "with_ones": block.with_ones, "does_the_same": block.does_the_same}
+    how = {"save": save, "with_ones": block.with_ones, "same_ops_with": block.same_ops_with}
     graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, **how)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
@@ -195,8 +195,8 @@ class _Block:
         emit("block_traced", name=self.kind.name)  # so that who counts torch's graphs can leave this one out
         return trace
 
-    def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
-        """Whether it does the same with these `Kind.numbers` on it as with the template's own.
+    def same_ops_with(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
+        """Trace the template with these `Kind.numbers` on it: whether its operators are those with its own.
 
         The block's code is run without values, so the answer is no where code of others may keep something.
         tensors: weights and inputs of a call with these numbers.

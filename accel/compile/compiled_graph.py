@@ -63,7 +63,7 @@ class CompiledGraph:
     save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     saved_as: its name in the store; None where it is not there.
-    with_ones: `block_compiler._Block.with_ones` of the block. does_the_same: whether it does the same in such a call
+    with_ones: `block_compiler._Block.with_ones` of the block. same_ops_with: whether it does the same in such a call
         with other `Kind.numbers` on it.
     """
 
@@ -74,7 +74,7 @@ class CompiledGraph:
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
     with_ones: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], str | None] = lambda ones, twos: ""
-    does_the_same: Callable[[Sequence[torch.Tensor], Sequence[int]], bool] = lambda tensors, numbers: False
+    same_ops_with: Callable[[Sequence[torch.Tensor], Sequence[int]], bool] = lambda tensors, numbers: False
     _answers: dict[tuple, bool] = field(default_factory=dict, init=False, repr=False)
     _asked_with: dict[tuple, str | None] = field(init=False, repr=False)
 
@@ -89,7 +89,7 @@ class CompiledGraph:
         if self.facts.values[:of_the_call] != call.values[:of_the_call] or not self.accepts(call.tensors):
             return False
         key = (call.numbers, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in call.tensors))
-        return self._answer(key, lambda: self.does_the_same(call.tensors, call.numbers))
+        return self._answer(key, lambda: self.same_ops_with(call.tensors, call.numbers))
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.

@@ -66,7 +66,7 @@ def graphs_of(function, *sizes):
     ],
     ids=["alike", "norm", "another operation for one", "another number for one", "vanishes at one", "stops growing"],
 )
-def test_a_graph_serves_a_batch_of_one_where_the_block_does_the_same_with_it(function, is_same):
+def test_a_graph_serves_a_batch_of_one_where_the_block_same_ops_with_with_it(function, is_same):
     assert graphs_of(function, (3, 5), (1, 5), (1, 6)) == ([1, 1, 1] if is_same else [1, 2, 2])
 
 
