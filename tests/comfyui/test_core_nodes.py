@@ -17,7 +17,8 @@ from kit.deep_cache import last_run
 from kit.step_cache import every
 from kit.thorough import thorough_except
 
-QUICK = ["GLIGEN", "PAG", "FreeU V2", "windows", "merge", "Uni3C", "Qwen-Image DiffSynth", "Z-Image Fun 2.0"]
+QUICK = ["GLIGEN", "merge", "Uni3C", "Z-Image Fun 2.0"]
+"""Guidance and windows beside DeepCache are in test_deep_cache_beside_other_nodes.py."""
 
 TOLERANCE = 1e-5
 """Of the largest value: a copy made contiguous is summed in another order."""
@@ -25,8 +26,6 @@ TOLERANCE = 1e-5
 models = functools.cache(lambda family: FAMILIES_OF_NODES[family].load())
 caches = functools.cache(lambda family: GraphCache())
 """One for each family: what a node leaves alone is compiled once."""
-
-every_row = pytest.mark.parametrize("name", thorough_except(ROWS, *QUICK))
 
 
 def fast(row, model):
@@ -41,7 +40,7 @@ def skips():
     return bool(last_run()) and last_run()["skipped_steps"] > 0
 
 
-@every_row
+@pytest.mark.parametrize("name", thorough_except(ROWS, *QUICK, "PAG", "windows"))
 def test_compiled_blocks_beside_a_node_give_the_eager_image_and_compile_nothing_at_a_second_size(name):
     row = ROWS[name]
     model, made, said = models(row.family), [], set()
@@ -58,7 +57,7 @@ def test_compiled_blocks_beside_a_node_give_the_eager_image_and_compile_nothing_
     assert said == set(row.eager)
 
 
-@every_row
+@pytest.mark.parametrize("name", thorough_except(ROWS, *QUICK))
 def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_does_not(name):
     row = ROWS[name]
     model = models(row.family)

@@ -37,16 +37,6 @@ from kit.thorough import thorough_except
 SIZES = [(128, 128), (240, 160), (160, 240), (248, 184), (264, 200), (136, 88)]
 
 
-# Identity
-
-
-def test_plain_model_is_bit_identical_after_a_cached_run(tiny_unet, sample, no_fallback):
-    plain = sample(tiny_unet, steps=4)
-    assert not torch.equal(sample(cached(tiny_unet), steps=4), plain)
-    assert torch.equal(sample(tiny_unet, steps=4), plain)
-    assert_no_trace(tiny_unet)
-
-
 def test_later_node_replaces_the_settings_of_an_earlier_one(tiny_unet, sample):
     plain = sample(tiny_unet, steps=4)
     assert torch.equal(sample(cached(cached(tiny_unet, 3), 1), steps=4), plain)

@@ -57,11 +57,9 @@ def test_sizes_of_one_row_or_column_after_an_ordinary_one_compile_nothing(sample
     fast_model = accelerate(model, CompileSettings(backend="eager"), cache)
     sample(fast_model, 128, 128, steps=1, cfg=cfg)
     compiled = graphs()
-    for height, width in ((1, 40), (2, 2), (3, 5), (14, 4), (1, 1)):
-        for tokens in (77, 1):
-            latent = torch.zeros(1, 4, height, width)
-            run = dict(latent=latent, steps=1, cfg=cfg, tokens=tokens)
-            assert torch.equal(sample(fast_model, **run), sample(model, **run))
+    for height, width, tokens in ((1, 40, 77), (2, 2, 1), (3, 5, 77), (14, 4, 1), (1, 1, 77), (1, 1, 1)):
+        run = dict(latent=torch.zeros(1, 4, height, width), steps=1, cfg=cfg, tokens=tokens)
+        assert torch.equal(sample(fast_model, **run), sample(model, **run))
     assert graphs() == compiled and fallbacks.rows() == []
 
 
