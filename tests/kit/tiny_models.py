@@ -246,22 +246,27 @@ def unet(seed: int = 0, dtype: torch.dtype = torch.float32, inference_dtypes: tu
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
 
-def small_unet(**changes):
-    """The same on two levels and without a middle: two kinds of blocks, so that compiling takes a moment only.
+TWO_LEVELS = {
+    "channel_mult": [1, 2],
+    "num_res_blocks": [0, 1],
+    "transformer_depth": [1],
+    "transformer_depth_output": [0, 1, 1],
+    "transformer_depth_middle": -2,
+}
+"""Changes of `unet_config` that leave it two levels and no middle: two kinds of blocks.
 
-    Every ResBlock changes the number of channels, as one that does not is of another kind, and attention is on the
-    lower level alone: in the input block 2 and the output blocks 0 and 1. Torch before 2.11 makes graphs of their own
-    for norms with one channel in a group, which no known model has but this one at its 32 channels: so 64 in tests that
-    count graphs to the last.
+Every ResBlock changes the number of channels, as one that does not is of another kind, and attention is on the lower
+level alone: in the input block 2 and the output blocks 0 and 1.
+"""
+
+
+def small_unet(**changes):
+    """A UNet whose compiling takes a moment only.
+
+    Torch before 2.11 makes graphs of their own for norms with one channel in a group, which no known model has but this
+    one at its 32 channels: so 64 in tests that count graphs to the last.
     """
-    layout = {
-        "channel_mult": [1, 2],
-        "num_res_blocks": [0, 1],
-        "transformer_depth": [1],
-        "transformer_depth_output": [0, 1, 1],
-        "transformer_depth_middle": -2,
-    }
-    return unet(**layout | changes)
+    return unet(**TWO_LEVELS | changes)
 
 
 def res_blocks(**changes):
