@@ -5,4 +5,9 @@ import pytest
 
 def thorough_except(values, *quick) -> list:
     """The values as parameters; all but the `quick` ones are thorough."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.thorough) for value in values]
+    return tuples_except([(value,) for value in values], *((value,) for value in quick))
+
+
+def tuples_except(tuples, *quick) -> list:
+    """The same of tuples, each for several parameters."""
+    return [pytest.param(*each, marks=() if each in quick else pytest.mark.thorough) for each in tuples]
