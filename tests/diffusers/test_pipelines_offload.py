@@ -17,6 +17,7 @@ TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
 
 FAST = {"ignores": ("vae",), "backend": "eager"}
+MOVED = "its weights are moved to the device part by part (sequential CPU offload, group offloading)"
 
 
 def image(pipe):
@@ -97,12 +98,7 @@ def test_weights_that_are_moved_layer_by_layer_run_as_they_are_with_the_reason(p
         used = hits()
         assert torch.equal(unet(latent, 1, prompt).sample, plain)
         assert hits() == used
-    assert reasons() == [
-        (
-            "UNet2DConditionModel",
-            "its weights are moved to the device part by part (sequential CPU offload, group offloading)",
-        )
-    ]
+    assert reasons() == [("UNet2DConditionModel", MOVED)]
 
 
 @pytest.mark.parametrize("level", ["block_level", "leaf_level"])
@@ -114,12 +110,7 @@ def test_weights_that_are_moved_group_by_group_run_as_they_are_with_the_reason(p
     used = hits()
     assert difference(image(pipe), plain) < TOLERANCE
     assert hits() == used
-    assert reasons() == [
-        (
-            "UNet2DConditionModel",
-            "its weights are moved to the device part by part (sequential CPU offload, group offloading)",
-        )
-    ]
+    assert reasons() == [("UNet2DConditionModel", MOVED)]
 
 
 def test_layers_that_are_stored_in_another_type_run_as_they_are_and_blocks_of_convolutions_uncompiled(pipe):
