@@ -14,6 +14,7 @@ from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit import tiny_models
 from kit.deep_cache import cached, counts, last_run
+from kit.thorough import thorough_except
 
 ONE_CALL = "0F 1s 2s 3F 4s 5s 6F"
 OWN_MIDPOINT = "0FF 1ss 2ss 3FF 4ss 5ss 6F"
@@ -42,6 +43,13 @@ STATED = {
 }
 """For seven steps at interval 3, the calls in their order: the step of each, F in full and s skipped. Every other
 sampler makes one call a step."""
+
+# The others step in the way of one of these.
+WAYS = "euler", "heun", "dpm_2", "dpmpp_2m", "dpmpp_2m_sde", "uni_pc", "sa_solver_pece", "heunpp2", "dpm_fast"
+every_sampler = pytest.mark.parametrize("sampler", thorough_except(comfy.samplers.SAMPLER_NAMES, *WAYS))
+of_set_levels = pytest.mark.parametrize(
+    "sampler", thorough_except([name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"], *WAYS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +93,7 @@ def calls(runs):
     return told
 
 
-@pytest.mark.parametrize("sampler", comfy.samplers.SAMPLER_NAMES)
+@every_sampler
 def test_window_without_steps_is_bit_identical(small_unet, sample, sampler):
     plain = sample(small_unet, 64, 64, steps=3, sampler=sampler)
     # The first step, which is full anyway, and the threshold of noise that no other step reaches.
@@ -142,7 +150,7 @@ def test_levels_are_read_again_once_one_was_wrongly_taken_from_the_schedule():
     assert read == [6.0, 5.0, 4.0, 3.0, 2.0, 3.5, 1.0, 0.5]
 
 
-@pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
+@of_set_levels
 def test_steps_are_skipped_whole_and_every_third_is_full(
     small_unet, sample, calls, taken_from_schedule, as_if_seen, sampler
 ):
@@ -317,7 +325,7 @@ def moves_with_noise(model, sampler):
     return not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
+@of_set_levels
 def test_what_a_sampler_does_is_measured(small_unet, runs, sampler):
     by_levels(cached(small_unet), torch.tensor(LEVELS), sampler)
     facts = runs[0].facts
