@@ -23,16 +23,9 @@ from kit import tiny_models  # noqa: E402
 from kit.deep_cache import last_run  # noqa: E402
 from kit.step_cache import every  # noqa: E402
 from kit.thorough import thorough_except  # noqa: E402
-from kit.tiny_models import UNET, Family  # noqa: E402
+from kit.tiny_models import TWO_LEVELS, UNET, Family  # noqa: E402
 
-LAYOUT = {
-    "channel_mult": [1, 2],
-    "num_res_blocks": [0, 1],
-    "transformer_depth": [1],
-    "transformer_depth_output": [0, 1, 1],
-    "transformer_depth_middle": -2,
-}
-FAMILY = Family("small", "SD15", {**UNET, **LAYOUT}, 768)
+FAMILY = Family("small", "SD15", {**UNET, **TWO_LEVELS}, 768)
 """Two kinds of blocks."""
 
 
