@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tempfile
@@ -16,7 +17,10 @@ CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Counts(NamedTuple):
-    """Since the process began: graphs compiled, graph breaks, calls of blocks that our engine ran uncompiled."""
+    """Since the process began: graphs compiled, graph breaks, calls of blocks that our engine ran uncompiled.
+
+    Graphs that ours had torch trace to learn of a block, and dropped, are no compilations.
+    """
 
     graphs: int
     breaks: int
@@ -26,12 +30,22 @@ class Counts(NamedTuple):
         return Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
+@functools.cache
+def _traced() -> Counter[str]:
+    """How often our engine has told each event since this was first called."""
+    from comfy_accel.accel.core.events import subscribe
+
+    told: Counter[str] = Counter()
+    subscribe(lambda name, data: told.update([name]))
+    return told
+
+
 def counts() -> Counts:
     from comfy_accel.accel.core.fallbacks import fallbacks
     from torch._dynamo.utils import counters
 
     return Counts(
-        graphs=counters["stats"]["unique_graphs"],
+        graphs=counters["stats"]["unique_graphs"] - _traced()["block_traced"],
         breaks=sum(counters["graph_break"].values()),
         uncompiled=sum(row["calls"] for row in fallbacks.rows()),
     )
