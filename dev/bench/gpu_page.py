@@ -18,24 +18,21 @@ on a CPU differences too) is exact, and the seconds, ratios and shares say nothi
 
 LEGEND = """\
 - steps/s: one over the median of at least ten steps, taken in turns with the other contenders, after warm-up; at
-  Balanced and Fast over the mean, since their steps differ by design. A step has cond and uncond in it (CFG 5).
+  Balanced and Fast over the mean, since their steps differ by design.
 - flags: ComfyUI's. default: none, so that memory comes from cudaMallocAsync, and no CUDA graph is captured; native:
   --disable-cuda-malloc; channels-last: that and --force-channels-last.
 - host ms, device ms: of the model's calls in a step, until Python has queued their work and from the first kernel to
   the last. Where both are alike, the device waits for Python.
 - x eager: steps a second over those of eager at the same case in the same run.
-- of peak: floating-point operations of an eager step (torch's count) over the step's seconds, as a share of what a
-  large square matrix product reached in the same run on the same device.
+- of peak: floating-point operations of an eager step over its seconds, as a share of what a large square matrix
+  product reached in the same run.
 - difference: of the model's output in a run's first step, before guidance, from the eager one, over its largest value;
   eager's own is that of a second run. Balanced and Fast compute the first step in full.
-- Graph caches: 24 GB for each contender, for the forty sizes 6 GB.
-- peak MB: what tensors held at most while the contender ran, without what captured calls keep, its own or others';
-  graphs MB: what these keep beside it, all sizes so far together.
-- ran as: a contender whose model calls were not replayed is named for what it was.
-- Weights are random, at the models' published sizes. CFG everywhere, also where a model is published for use without.
-  Wan: clips of 17 frames (5 latent frames). What Balanced and Fast skip of trained weights differs.
-- First images: cold with nothing compiled, warm the same image once more. Compiler folders are empty at first; ours
-  share theirs: the first of them starts cold, the others find its kernels on disk.
+- peak MB: what tensors held at most, without what captured calls keep; graphs MB: what these keep beside it.
+- Weights are random, at the models' published sizes; CFG 5 everywhere. What Balanced and Fast skip of trained weights
+  differs.
+- First images: cold with nothing compiled, warm the same image once more. Ours share their compiler's folders: the
+  first of them starts cold.
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
   Speed Up: as the node installs it."""
 

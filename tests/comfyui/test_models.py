@@ -64,9 +64,8 @@ RT-DETR, SAM 3 and Depth Anything 3 are not sampled. *Wan causal* with ComfyUI's
 the same images: its blocks write down what the next frames need. *PiD*'s two pixel blocks run uncompiled, as they hold
 a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
 
-Newer models were not run; blocks of their shape were, on ComfyUI 0.33. *Kandinsky 6*'s and *Qwen-Image 2.1*'s are
-compiled once for every size. *Prism*'s rotate their tokens 256 at a time, so they get a graph for each of the first
-four sizes and run uncompiled at others. So do *PixelDiT*'s pixel blocks, which work on halves of their tokens (+).
+Of newer models only blocks of their shape were run: *Kandinsky 6*'s and *Qwen-Image 2.1*'s are compiled once for every
+size, *Prism*'s for each of the first four sizes. So are *PixelDiT*'s pixel blocks, which work on halves of their tokens.
 """
 
 GOOD = re.compile("2 of 4 steps skipped|compiled|replayed|fp8")
