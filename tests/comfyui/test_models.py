@@ -65,7 +65,7 @@ the same images: its blocks write down what the next frames need. *PiD*'s two pi
 a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
 
 Of newer models only blocks of their shape were run: *Kandinsky 6*'s and *Qwen-Image 2.1*'s are compiled once for every
-size, *Prism*'s for each of the first four sizes. So are *PixelDiT*'s pixel blocks, which work on halves of their tokens.
+size, *Prism*'s for each of the first four sizes. So are *PixelDiT*'s pixel blocks.
 """
 
 GOOD = re.compile("2 of 4 steps skipped|compiled|replayed|fp8")
