@@ -75,7 +75,8 @@ class GraphStore:
         self._lookups = 0
         self._loaded = 0
         self._saved = 0
-        self._breaker = CircuitBreaker()
+        self._loading = CircuitBreaker()
+        self._saving = CircuitBreaker()  # of its own: what is on a full disk, or one that is read-only, is still loaded
         self._distrusted: set[str] = set()
         self._own: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
@@ -95,11 +96,11 @@ class GraphStore:
         name: of the kind, for the report. devices: of the call's tensors. values: those of the call
         (`tree_spec.without_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
         """
-        if key.backend != "inductor" or self._breaker.is_open:
+        if key.backend != "inductor" or self._loading.is_open:
             return
         with self._lock:
             self._lookups += 1
-        with self._failing_open(name, "the store cannot be read", interrupts):
+        with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
             yield from self._candidates(digest, here, name, interrupts)
 
@@ -107,7 +108,7 @@ class GraphStore:
         opened, failed = 0, False
         why = BadEntry(NOTHING_SAVED)
         for stem in self._stems(digest):
-            if opened >= _MOST_OPENED or self._breaker.is_open:
+            if opened >= _MOST_OPENED or self._loading.is_open:
                 break
             if stem in self._distrusted:
                 why = BadEntry("what was saved of it failed in this process")
@@ -125,11 +126,11 @@ class GraphStore:
                 opened += saved.is_read
                 failed, why = failed or saved.has_failed_disk, saved.why
         if not failed:
-            self._breaker.record_success()
+            self._loading.record_success()
         self._note(name, str(why), why.level)
 
     def _unreadable(self, error: OSError) -> BadEntry:
-        self._breaker.record_failure()
+        self._loading.record_failure()
         return BadEntry(f"it cannot be read: {error}", logging.WARNING)
 
     def save(
@@ -146,9 +147,9 @@ class GraphStore:
         ends right after its first image has lost nothing.
         """
         save, graph.save = graph.save, None  # it references all that was needed for compiling
-        if save is None or self._breaker.is_open:
+        if save is None or self._saving.is_open:
             return False
-        with self._failing_open(name, "not saved", interrupts):
+        with self._failing_open(name, "not saved", self._saving, interrupts):
             if not self._max_bytes():
                 return False
             digest, here = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
@@ -162,9 +163,9 @@ class GraphStore:
 
     def save_facts(self, graph: CompiledGraph, name: str, interrupts: tuple[type[BaseException], ...] = ()) -> None:
         """Save what is known of a saved graph by now, which was found out after it was compiled."""
-        if graph.saved_as is None or graph.saved_as in self._distrusted or self._breaker.is_open:
+        if graph.saved_as is None or graph.saved_as in self._distrusted or self._saving.is_open:
             return
-        with self._failing_open(name, "not saved", interrupts):
+        with self._failing_open(name, "not saved", self._saving, interrupts):
             found, data = manifest.read_graph(self._folder, graph.saved_as)
             manifest.write(self._folder, replace(found, facts=asdict(graph.facts)), data)
 
@@ -192,7 +193,9 @@ class GraphStore:
             return {"folder": str(self._folder), **counts, "misses": misses}
 
     @contextlib.contextmanager
-    def _failing_open(self, name: str, failed: str, interrupts: tuple[type[BaseException], ...]) -> Iterator[None]:
+    def _failing_open(
+        self, name: str, failed: str, breaker: CircuitBreaker, interrupts: tuple[type[BaseException], ...]
+    ) -> Iterator[None]:
         """Note why the work inside failed, in place of raising it. failed: what to say before the error."""
         try:
             yield
@@ -201,7 +204,7 @@ class GraphStore:
             if isinstance(error, (NotPortable, NotSavable)):
                 self._note(name, f"not kept: {error}")
             elif isinstance(error, (OSError, BadEntry)):
-                self._breaker.record_failure()
+                breaker.record_failure()
                 self._note(name, f"{failed}: {error}", logging.WARNING)
             else:  # any version of torch may have changed something of what the environment asks it
                 self._note(name, f"{failed}: {type(error).__name__}: {error}", logging.WARNING)
@@ -223,7 +226,7 @@ class GraphStore:
     def _note_loaded(self, stem: str) -> None:
         with self._lock:
             self._loaded += 1
-        self._breaker.record_success()
+        self._loading.record_success()
         with contextlib.suppress(OSError):  # a read-only folder serves all the same
             self._folder.touch(stem + GRAPH)
 
@@ -232,7 +235,7 @@ class GraphStore:
             self._saved += 1
             self._own.add(stem)
             is_due = self._saved % _PRUNE_EVERY == 1
-        self._breaker.record_success()
+        self._saving.record_success()
         if is_due:
             try:
                 self._folder.prune(self._max_bytes())
