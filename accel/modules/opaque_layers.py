@@ -17,7 +17,7 @@ import torch
 
 from ..signature.tensors import PLAIN_TENSORS, tensors_in
 from .code_owner import home_of, package_of
-from .host_calls import FINDERS, Callee, call_host, define_operator
+from .host_calls import FINDERS, OPTIONS, Callee, call_host, define_operator
 from .stored_form import Opaque, form_of
 from .substitution import foreign_forward, has_foreign_forward
 
@@ -79,7 +79,9 @@ def _part(path: str) -> Callee:
     is_others = runs_others_code(part) and not _is_of_package(part, block())
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = list(tensors_in((args, kwargs))) if is_others else []
+        # Those of the graph, not of a host's dicts: hosts run in inference mode, whose tensors count no changes.
+        of_graph = args, {name: item for name, item in kwargs.items() if name not in OPTIONS}
+        given = tensors_in(of_graph) if is_others else []
         versions = [tensor._version for tensor in given]
         out = part(*args, **kwargs)
         _called.block = block  # the part may have called another

@@ -8,6 +8,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
+from comfy_accel.accel.modules import host_calls
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
@@ -110,6 +111,39 @@ def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(chang
         assert len(kept) == 4
         both_ways(model, GraphCache(), X + 1)
         assert all(map(torch.equal, *values))
+
+
+class Told(Block):
+    def __init__(self, seed):
+        super().__init__(seed, lambda seed: nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x, transformer_options):
+        return x + self.up(self.norm(x), transformer_options=transformer_options)
+
+
+def test_part_with_others_forward_is_given_a_hosts_options_with_tensors_of_inference_mode(monkeypatch):
+    with torch.inference_mode():
+        options = {"sigmas": torch.ones(3)}
+    of_call = host_calls.Options((), lambda of_block: options | of_block)
+    monkeypatch.setitem(host_calls.OPTIONS, "transformer_options", of_call)
+    given, model = [], model_of(Told(0), Told(1))
+
+    def forward(x, transformer_options):
+        given.append(transformer_options)
+        return x * 2
+
+    for block in model.blocks:
+        block.up.forward = types.FunctionType(forward.__code__, {}, "forward", None, forward.__closure__)
+        block.up.forward.__module__ = "another_pack"
+    settings, cache = CompileSettings(backend="eager"), GraphCache()
+    host = Host(wraps=PeftLayers(), simplifier=lambda region: lambda named: {} if "sigmas" in named else named)
+    layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
+    with torch.inference_mode():
+        eager = [block(X, options) for block in model.blocks]
+        with substituted({block: layers[block] for block in model.blocks}, Order.COMPILED):
+            assert all(torch.equal(block(X, options), one) for block, one in zip(model.blocks, eager, strict=True))
+    assert reasons() == [] and cache.statistics()["hits"] == 2
+    assert [sorted(one) for one in given] == 4 * [["sigmas"]]
 
 
 class Marked(nn.Linear):
