@@ -97,8 +97,8 @@ def compile_block(
         trace = Trace()
         examples, static_ones = _examples(given, [tensor.device for tensor in inputs], call.any_size)
         try:
-            with _released(examples):
-                tensors = (*_example_weights(weights, kind), *examples)
+            with _released(examples), _example_weights(weights, kind) as of_weights:
+                tensors = (*of_weights, *examples)
                 artifact, fixed = _compile(block, tensors, call.any_size, compiler, trace)
             break
         except CompileFailed as failed:
@@ -188,8 +188,8 @@ class _Block:
     def _traced(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Trace:
         trace, count = Trace(), len(self.kind.tensors)
         examples, _ = _examples(tensors[count:], devices, True)
-        with self.tracing(), _released(examples):
-            given = (*_example_weights(tensors[:count], self.kind), *examples)
+        with self.tracing(), _released(examples), _example_weights(tensors[:count], self.kind) as of_weights:
+            given = (*of_weights, *examples)
             artifact, _ = _compile(self, given, True, backend_named("eager"), trace, is_kept=False)
         artifact.release()
         emit("block_traced", name=self.kind.name)  # so that who counts torch's graphs can leave this one out
@@ -359,23 +359,27 @@ class _TablesAsNumbers(TorchFunctionMode):
         return torch.tensor(tensor.tolist(), dtype=tensor.dtype) if is_table else tensor
 
 
-def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
+@contextmanager
+def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[list[torch.Tensor]]:
     """The weights, with an unfilled stand-in for each that shares memory with one before it, and for each whose sizes
     vary within the kind, which is marked there.
 
     A streamed layer's weight and bias are in one place, and torch counts a second view of it as one that was changed.
     """
-    examples, seen = list(weights), set()
+    examples, stand_ins, seen = list(weights), [], set()
     varying = {index for index, _ in kind.varying}
     for index, weight in enumerate(weights):
         storage = weight.untyped_storage()._cdata
         if storage in seen or index in varying:
-            made = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
-            examples[index] = made
+            examples[index] = torch.empty_strided(
+                weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+            )
+            stand_ins.append(examples[index])
         seen.add(storage)
     for index, dimension in kind.varying:
         torch_internals.MARK_DYNAMIC.get()(examples[index], dimension)
-    return examples
+    with _released(stand_ins):
+        yield examples
 
 
 def _lifted(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Iterator[list[torch.Tensor]]:

@@ -126,6 +126,25 @@ def test_nothing_as_large_as_the_inputs_outlasts_compiling():
         gc.enable()
 
 
+def test_weights_in_one_place_are_compiled_and_what_stands_for_them_does_not_outlast_compiling():
+    """As streamed ones are, whose layer is in one piece of memory."""
+    block, inputs = fixed(ConvBlock()), conv_inputs(1, 13, 11)
+    for layer in (block.conv, block.skip, block.time):
+        numbers, shape = layer.weight.numel(), layer.weight.shape
+        flat = torch.cat([layer.weight.flatten(), layer.bias])
+        layer.weight = nn.Parameter(flat[:numbers].view(shape), requires_grad=False)
+        layer.bias = nn.Parameter(flat[numbers:], requires_grad=False)
+    gc.collect()
+    gc.disable()
+    try:
+        graph, weights = compiled(block, inputs)
+        left = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == block.conv.bias.shape]
+        assert [x.shape for x in left if not x.is_meta] == []
+    finally:
+        gc.enable()
+    check(graph, weights, block, *inputs)
+
+
 def test_channels_last_is_kept():
     block = fixed(ConvBlock()).to(memory_format=torch.channels_last)
     inputs = [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in conv_inputs(2, 6, 5)]
