@@ -1,5 +1,6 @@
 """The configurations that a fleet is started with: settings that there are, of an application that there is."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import yaml
 
 from fleet.settings import Settings
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "fleet"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "examples" / "fleet"
 
 
 def read(name):
@@ -24,10 +26,24 @@ def test_configuration_has_settings_that_there_are(config):
     module, _, builder = application["import_path"].partition(":")
     package, _, module = module.partition(".")
     assert package == "comfy_accel_fleet"
-    file = FOLDER.parents[2] / "fleet" / f"{module}.py"
+    file = ROOT / "fleet" / f"{module}.py"
     assert f"def {builder}(" in file.read_text(encoding="utf-8")
     settings = Settings(**application["args"])
     assert settings.gpus == 1 and settings.environment["ACCEL_STORE"].startswith("/shared/")
+
+
+def test_the_warm_up_is_a_prompt_that_a_comfyui_takes():
+    """A replica whose warm-up is refused does not start."""
+    ours = json.loads((ROOT / "tests" / "comfyui" / "object_info.json").read_text(encoding="utf-8"))
+    (prompt,) = of_kuberay()["applications"][0]["args"]["warm_up"]
+    for node in prompt.values():
+        links = [value for value in node["inputs"].values() if isinstance(value, list)]
+        assert {source for source, _ in links} <= prompt.keys()
+        if node["class_type"].startswith("Accel"):
+            declared = ours[node["class_type"]]["input"]
+            assert declared["required"].keys() <= node["inputs"].keys()
+            assert node["inputs"].keys() <= {**declared["required"], **declared.get("optional", {})}.keys()
+    assert "AccelReport" in {node["class_type"] for node in prompt.values()}  # an output, without which core refuses
 
 
 def test_each_replica_of_the_manifest_has_a_worker():
