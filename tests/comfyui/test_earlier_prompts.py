@@ -43,6 +43,20 @@ def test_gone_inputs_are_left_out_and_said_once_whether_they_are_values_or_links
     ]
 
 
+def test_inputs_of_another_pack_whose_nodes_are_named_like_ours_stay(said, monkeypatch):
+    import nodes
+
+    class AccelOfOthers:
+        @classmethod
+        def INPUT_TYPES(cls):
+            return {"required": {}}  # what it takes beside them it does not name
+
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "AccelOfOthers", AccelOfOthers)
+    prompt = {"1": {"class_type": "AccelOfOthers", "inputs": {"image_1": ["2", 0]}}}
+    assert earlier_prompts.leave_out_gone_inputs({"prompt": prompt})["prompt"]["1"]["inputs"] == {"image_1": ["2", 0]}
+    assert said() == []
+
+
 @pytest.mark.parametrize(
     "posted", [None, [], {}, {"prompt": []}, {"prompt": {"1": None, "2": {}, "3": {"class_type": "AccelGone"}}}]
 )

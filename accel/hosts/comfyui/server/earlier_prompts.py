@@ -7,6 +7,8 @@ from typing import Any
 
 from ....core.events import log
 
+_PACK = __package__.removesuffix(".accel.hosts.comfyui.server")
+
 
 def leave_out_gone_inputs(posted: Any) -> Any:
     """The body of a POST /prompt, before core validates it; inputs that our nodes don't have are taken out of it.
@@ -18,9 +20,11 @@ def leave_out_gone_inputs(posted: Any) -> Any:
     graph = posted.get("prompt") if isinstance(posted, dict) else None
     for node in graph.values() if isinstance(graph, dict) else ():
         name = node.get("class_type") if isinstance(node, dict) else None
-        if not isinstance(name, str) or not name.startswith("Accel") or name not in nodes.NODE_CLASS_MAPPINGS:
+        of_node = nodes.NODE_CLASS_MAPPINGS.get(name) if isinstance(name, str) else None
+        # Others' nodes may take inputs that they do not name.
+        if of_node is None or not of_node.__module__.startswith(f"{_PACK}."):
             continue
-        groups = nodes.NODE_CLASS_MAPPINGS[name].INPUT_TYPES()
+        groups = of_node.INPUT_TYPES()
         known = {each for group in ("required", "optional") for each in groups.get(group, ())}
         gone = [each for each in node.get("inputs", ()) if each not in known]
         for each in gone:
