@@ -48,7 +48,7 @@ def test_inputs_of_another_pack_whose_nodes_are_named_like_ours_stay(said, monke
 
     class AccelOfOthers:
         @classmethod
-        def INPUT_TYPES(cls):
+        def INPUT_TYPES(cls):  # noqa: N802
             return {"required": {}}  # what it takes beside them it does not name
 
     monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "AccelOfOthers", AccelOfOthers)
