@@ -151,6 +151,16 @@ def test_attention_that_is_replaced_in_core_is_the_one_that_runs(sd15, monkeypat
     assert len(calls) == 2 * 4  # by both, in each layer
 
 
+def test_text_that_is_written_while_a_prompt_is_encoded_runs_uncompiled(sd15, monkeypatch):
+    """ACE-Step 1.5 has its language model write the audio's codes so, with what it keeps of the words before."""
+    clip = sd15.clip.cond_stage_model.clip_l
+    forward, words = type(clip.transformer).forward, torch.arange(77)[None]
+    monkeypatch.setattr(type(clip.transformer), "forward", lambda self, ids, past_key_values: forward(self, ids))
+    write = lambda tokens: clip.transformer(words, past_key_values=[])[::2]  # noqa: E731
+    monkeypatch.setattr(sd15.clip.cond_stage_model, "encode_token_weights", write, raising=False)
+    assert not sd15.runs_compiled_alike() and graphs() == 0 and fallbacks.rows() == []
+
+
 def test_attention_of_another_pack_runs_uncompiled_with_a_reason(sd15, monkeypatch):
     cores = comfy.ldm.modules.attention.attention_pytorch
     sage = lambda *args, **kwargs: cores(*args, **kwargs)  # noqa: E731
