@@ -40,7 +40,7 @@ export const fetchState = (rows) => ask(`/accel/state?rows=${rows}`, { cache: "n
 export const evict = (id) => post("/accel/evict", { id });
 export const clear = () => post("/accel/clear");
 export const change = (settings) => post("/accel/settings", settings);
-export const fetchReport = () => ask("/accel/report?format=text", { cache: "no-store" });
+export const fetchReport = () => ask("/accel/report", { cache: "no-store" });
 
 /** Pack → names of its templates; empty where the server does not answer. */
 export async function fetchTemplates() {

@@ -151,5 +151,8 @@ OF_THE_MACHINE = frozenset(_A_MACHINE)
 EXPECTED = frozenset({"slower", "host_bound", "interrupted", "device_busy"})
 """Codes of what is as it should be: nobody is to be warned of it."""
 
+OF_OTHERS = frozenset({"compiled_already", "compiled_around"})
+"""Codes of what others compile: it ran as they have it."""
+
 OF_CUDA_GRAPHS = frozenset({"not_captured"})
 """Codes of what keeps a call of the model from being captured; its blocks run compiled all the same."""

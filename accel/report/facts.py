@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.reasons import Reason
-from ..core.sentences import EXPECTED, LOADED_IN_PART, OF_CUDA_GRAPHS, counted
+from ..core.sentences import EXPECTED, LOADED_IN_PART, OF_CUDA_GRAPHS, OF_OTHERS, counted
 from ..step_cache.run import FULL, SKIPPED
 from .run import Run, Skipping, rounded
 from .savings import together
@@ -213,7 +213,7 @@ def _uncompiled(run: Run) -> list[Fact]:
     facts = []
     for why, calls in run.reasons().items():
         names = ", ".join(list(calls)[:_MOST_BLOCKS]) + (" and others" if len(calls) > _MOST_BLOCKS else "")
-        how = "" if why.code in OF_CUDA_GRAPHS else " ran uncompiled"
+        how = "" if why.code in OF_CUDA_GRAPHS else " ran without Accel" if why.code in OF_OTHERS else " ran uncompiled"
         facts.append(Fact(f"{counted(calls.total(), 'call')} of {names}{how}: {_clause(why)}.", why=why))
     left = sorted(run.left_eager.items(), key=lambda row: -row[1])
     facts += [

@@ -202,7 +202,7 @@ def test_wrong_setting_is_refused_and_none_is_changed(server, body):
 
 def test_report_comes_as_text(server):
     filled(server)
-    with urllib.request.urlopen(f"{server.url}/accel/report?format=text", timeout=60) as response:
+    with urllib.request.urlopen(f"{server.url}/accel/report", timeout=60) as response:
         assert response.headers.get_content_type() == "text/plain"
         text = response.read().decode()
     assert text.startswith("Accel Report") and "Last image: SD15" in text and "Choose the backend inductor" in text

@@ -96,6 +96,11 @@ def test_sentences_say_what_was_made_gained_compiled_and_skipped_and_what_was_no
     assert json.dumps(RUN.as_json()).count("another extension has replaced its forward") == 1
 
 
+def test_what_another_node_compiles_is_not_said_to_run_uncompiled():
+    (*_, said) = facts_of(run_of(fallbacks={("Flux", Reason("compiled_around")): 3}))
+    assert said.sentence.startswith("3 calls of Flux ran without Accel: another node compiles the model")
+
+
 def test_many_reasons_are_counted_and_the_most_frequent_told():
     rows = {(f"Block{number % 5}", Reason("compile_failed", error=f"error {number // 5}")): 1 for number in range(60)}
     told = facts_of(run_of(fallbacks=rows))[2:]
