@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.fallbacks import fallbacks, rows_of
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -86,7 +86,7 @@ class Lineup:
             if self._limit.heard:
                 self._gave_up.add(name)
             spent, now = counts().since(before), self._graphs(name)
-            fallen = fallbacks.rows(since=fell_back)
+            fallen = rows_of(fallbacks.since(fell_back))
             row.update(
                 compilations=spent.graphs,
                 graph_breaks=spent.breaks,
