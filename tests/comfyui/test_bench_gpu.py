@@ -63,7 +63,6 @@ def test_small_model_runs_as_every_sort_of_contender(ours):
 
 
 def test_speed_up_is_a_contender_as_its_node_installs_it(monkeypatch):
-    monkeypatch.setattr(speed_up, "lacks", lambda *_: False)
     monkeypatch.setattr(speed_up, "accelerate", lambda model, settings, **given: (settings, given["graphs"]))
     installed = speed_up.AccelSpeedUp.execute(None, "Exact").args[0]
     assert installed == (CompileSettings(measured=True), True)
