@@ -139,7 +139,7 @@ def of_model(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work, RecompileLimit() as limit:
         parts = Parts(model, options, budget, limit, Path(work), device["matrix_tflops"] * 1e12, capturer)
         for part in budget.parts(options.parts, models_left):
-            yield from ({**row, "flags": options.flags} for row in getattr(parts, part)())
+            yield from ({**row, "flags": options.flags} for row in parts.rows(part))
         parts.free()
 
 

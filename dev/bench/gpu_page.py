@@ -77,9 +77,9 @@ def _of_eager(row: Row) -> float | None:
 
 def _place(row: Row) -> str:
     """Where in its part: the case, the size or the start."""
-    if row["part"] in ("steps", "profile", "attention"):
-        return f"{row['size']} batch {row['batch']}, "
-    return f"{row['start']} start, " if row["part"] == "cold" else f"size {row['number']} of 40, "
+    if row["part"] == "cold":
+        return f"{row['start']} start, "
+    return f"size {row['number']} of 40, " if "number" in row else f"{row['size']} batch {row['batch']}, "
 
 
 def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> str:
@@ -159,7 +159,17 @@ def attention_table(rows: Sequence[Row]) -> str:
         **{"kernel": lambda row: row.get("kernel", row.get("without")), "ms": lambda row: row.get("attention_ms")},
         "TFLOP/s": lambda row: row.get("tflops"),
     }
-    return f"### The longest attention\n\n{_table(rows, columns)}"
+    asked = [row for row in rows if "chosen_by" in row]
+    return f"### The longest attention\n\n{_table(asked, columns)}"
+
+
+def rope_table(rows: Sequence[Row]) -> str:
+    columns = {
+        **{"size": "size", "flags": "flags", "embedding": "embedding", "step ms": "step_ms", "host ms": "host_ms"},
+        **{"device ms": "device_ms", "compiled": "compilations", "uncompiled": "uncompiled"},
+    }
+    table = _table(list(filter(_ran, rows)), columns)
+    return f"### Rotary embedding of comfy-kitchen, four layers in compiled blocks\n\n{table}"
 
 
 def forty_table(rows: Sequence[Row]) -> str:
@@ -184,6 +194,7 @@ TABLES = {
     "cold": cold_table,
     "sizes40": forty_table,
     "attention": attention_table,
+    "rope": rope_table,
 }
 
 
@@ -191,30 +202,11 @@ def line(row: Row) -> str:
     """One row in words, while the bench runs."""
     if "why" in row:
         return f"{row['model']}, {row['part']}, {row['what']}, {row['contender']}: left out, {row['why']}"
-    names = ("size", "batch", "number", "start", "flags", "contender", "chosen_by", "kernel")
+    names = ("size", "batch", "number", "start", "flags", "contender", "chosen_by", "embedding", "kernel")
     figures = (
-        *(
-            "failed",
-            "step_ms",
-            "eager_ms",
-            "host_ms",
-            "device_ms",
-            "calls",
-            "kernel_ms",
-            "attention_ms",
-            "first_image_s",
-        ),
-        *(
-            "image_s",
-            "full_steps",
-            "skipped_steps",
-            "compilations",
-            "kinds_s",
-            "stages_s",
-            "uncompiled",
-            "ran_as",
-            "answer_diff",
-        ),
+        *("failed", "without", "step_ms", "eager_ms", "host_ms", "device_ms", "calls", "kernel_ms", "attention_ms"),
+        *("first_image_s", "image_s", "full_steps", "skipped_steps", "compilations", "kinds_s", "stages_s"),
+        *("uncompiled", "ran_as", "answer_diff"),
     )
     told = [f"{name} {row[name]:{'.3g' if isinstance(row[name], float) else ''}}" for name in figures if name in row]
     return ", ".join([row["model"], row["part"], *(str(row[name]) for name in names if name in row), *told])

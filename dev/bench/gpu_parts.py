@@ -1,4 +1,4 @@
-"""The parts of `bench gpu` on one model, row by row: steps with first images, kernels, attention, forty sizes.
+"""The parts of `bench gpu` on one model, row by row: steps with first images, kernels, attention, sizes.
 
 Import it after `inprocess.boot` and `pack.load`.
 """
@@ -9,6 +9,7 @@ import argparse
 import functools
 import math
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from unittest import mock
 import comfy.ops
 import torch
 from comfy_accel.accel.core.errors import one_line
+from comfy_accel.accel.hosts.comfyui import tracing
 from comfy_accel.accel.report.run_record import records
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,6 +31,7 @@ from .compilations import RecompileLimit, seconds_heard
 from .gpu_cases import (
     CAPTURED,
     COLD,
+    COMPILED,
     CONTENDERS,
     CORE,
     EAGER,
@@ -102,6 +105,16 @@ class Parts:
         """What a contender took at its last case, without what it waited for a compiler."""
         self._begun: set[str] = set()
         """Contenders whose cold start is known."""
+
+    def rows(self, part: str) -> Iterator[Row]:
+        """The part's; where it fails as a whole, as for memory, a row that says so, and the next one goes on."""
+        try:
+            yield from getattr(self, part)()
+            return
+        except Exception as error:
+            failed = one_line(error)
+        self.free()  # the error held it
+        yield {**self._about(part, EAGER, self._cases[0]), "failed": failed}
 
     def steps(self) -> Iterator[Row]:
         """Seconds a step and the output of every contender at each case, in turns with eager, which comes first.
@@ -275,6 +288,27 @@ class Parts:
                     yield {**row, "without": one_line(error)}
                     continue
                 yield {**row, "kernel": kernel, "attention_ms": seconds * 1e3, "tflops": tflop / seconds}
+
+    def rope(self) -> Iterator[Row]:
+        """Steps in compiled blocks with comfy-kitchen's rotary embedding traced, as ours do it, and as its operator."""
+        has_kitchen = "comfy_kitchen" in sys.modules
+        if not has_kitchen or not self._budget.fits():
+            why = "no time left" if has_kitchen else "this core has no comfy-kitchen"
+            yield skipped("rope", self._model, "rotary embedding", COMPILED, why)
+            return
+        case = self._cases[0]
+        for names in (tracing._TRACED, ()):
+            self.free()
+            runs = Runs(self._subject if self._is_quick else shallow(self._model, layers=4))
+            lineup = Lineup(self._work / f"rope-{len(names)}", self._limit, self._backend, runs.model)
+            with mock.patch.object(tracing, "_TRACED", names), lineup.running(COMPILED) as spent:
+                runs.run(lineup.patcher(COMPILED), case, SAMPLED)
+                run = runs.run(lineup.patcher(COMPILED), case, 1 + TIMED)
+            yield {
+                **self._about("rope", COMPILED, case),
+                **{"embedding": "traced" if names else "operator", "step_ms": statistics.median(run.steps) * 1e3},
+                **{"host_ms": run.host_ms, "device_ms": run.device_ms, **spent},
+            }
 
     def sizes40(self) -> Iterator[Row]:
         """Forty sizes in a row with CUDA graphs, under a budget that does not hold them all.

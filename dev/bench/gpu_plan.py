@@ -63,7 +63,7 @@ PLANS = {
         ),
         Stage(0.7, f"--models SD1.5 {_SMALL} --parts steps --contenders {SPEED_UP}"),
         Stage(1.2, f"--flags channels-last --models SDXL {_LARGE} --parts steps profile --contenders {SPEED_UP}"),
-        Stage(REST, f"--models Flux Z-Image Wan {_LARGE} --parts attention --contenders eager"),
+        Stage(REST, f"--models Flux Z-Image Wan {_LARGE} --parts attention rope --contenders eager"),
     ),
     "default-2": (
         Stage(1.2, _OWN_PYTHON, "dev.bench.overhead"),

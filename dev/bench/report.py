@@ -101,7 +101,9 @@ def write(path: Path, rows: Sequence[Row], comfyui: Path, **more: Any) -> None:
     # One row, one line.
     fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in content.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
+    unfinished = path.with_suffix(".unfinished")  # a run that is stopped while it writes leaves the rows before
+    unfinished.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def finish(file: Path | None, rows: Sequence[Row], failure: str | None = None) -> None:

@@ -30,6 +30,7 @@ def test_json_tells_machine_versions_and_rows(tmp_path):
     assert written["versions"]["comfyui"] == "1.2.3"
     assert written["versions"]["comfy-accel"] and written["versions"]["torch"]
     assert written["machine"]["cores"] > 0
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["report.json"]
 
 
 def test_contact_sheet_shows_every_image_at_its_size(tmp_path):
