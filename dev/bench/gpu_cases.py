@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from .report import Row
 
 MODELS = ("SDXL", "SD1.5", "Flux", "Z-Image", "Qwen-Image", "Wan")
-"""SDXL first: the goals are about it."""
+"""SDXL first, in case a run is cut short."""
 
 SIZES = ((1024, 1024), (512, 512), (720, 960), (768, 768), (1280, 720))
-"""Width and height in pixels; the sizes of the goals first, in case a run is cut short."""
+"""Width and height in pixels, in this order."""
 
 BATCHES = (1, 4)
 
@@ -63,7 +63,7 @@ CONTENDERS = {
     FAST: Contender("Speed Up, Fast", True, "Fast"),
     CORE: Contender("core's TorchCompileModel"),
 }
-"""In the order in which each case runs them: those that the goals are about come first."""
+"""In the order in which each case runs them: what takes long to prepare, core's node, comes last."""
 
 SAMPLED = 3
 """Steps of a first image, and of an image that is compared with the eager one."""
