@@ -50,9 +50,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     if options.images is not None:
         for name in options.images or names:
-            rows += overhead_images.measure(name, options.beside, [cases[name] for name in options.cases])
-            if options.json:
-                report.write(options.json, rows, tree())  # also of a run that is stopped
+            for row in overhead_images.measure(name, options.beside, [cases[name] for name in options.cases]):
+                rows.append(row)
+                if options.json:
+                    report.write(options.json, rows, tree())  # also of a run that is stopped
         print(f"\n{report.table(rows, overhead_images.COLUMNS)}\n\n{overhead_images.LEGEND}")
         return report.finish(options.json, rows)
     for name in options.layouts or layouts.ALL:

@@ -153,14 +153,14 @@ class Layout:
         return time_of.applied
 
 
-def measure(name: str, contenders: list[str], cases: list[Case]) -> list[report.Row]:
-    """The rows of one layout: all contenders' images, one after the other."""
+def measure(name: str, contenders: list[str], cases: list[Case]) -> Iterator[report.Row]:
+    """The rows of one layout, each told at once: all contenders' images, one after the other."""
     import torch
 
     from . import layouts
     from .compilations import counts
 
-    layout, rows = Layout(name), []
+    layout = Layout(name)
     if name in layouts.UNETS:  # core's UNets tell their blocks by class, so KJNodes' nodes compile them as a whole
         contenders = [contender for contender in contenders if contender != "blocks"]
     with torch.inference_mode():
@@ -178,9 +178,8 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> list[report.
                     total = sum(beside.values()) + (STEPS - 2) * beside["step"]
                     row = {"layout": name, "case": case.name, "image": image, "contender": contender}
                     row |= {"beside_ms": round(total, 2), **beside, "compiled": counts().since(before).graphs}
-                    rows.append(row)
                     report.tell(row, COLUMNS)
-    return rows
+                    yield row
 
 
 def node(contender: str, backend: Callable) -> Callable[[Any], Any]:

@@ -27,7 +27,7 @@ def test_images_of_all_contenders_are_told_part_by_part(monkeypatch):
     monkeypatch.setattr(overhead_images, "LATER", 1)
     monkeypatch.setitem(overhead_images.DEPTH, "Wan", {"num_layers": 2})
     contenders, cases = ["ours", "blocks"], overhead_images.CASES[:2]
-    rows = overhead_images.measure("Wan", contenders, cases)
+    rows = list(overhead_images.measure("Wan", contenders, cases))
     assert [(row["contender"], row["case"], row["image"]) for row in rows] == [
         (contender, case.name, image) for contender in contenders for case in cases for image in (1, 2, 3)
     ]
