@@ -68,7 +68,7 @@ class _Encoding:
 
     def _encode(self, model: torch.nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         """A call of one encoder with its blocks compiled; only now are its weights in place."""
-        if kwargs.get("past_key_values") is not None:  # text that is written: per word, it would cost more than it gains
+        if kwargs.get("past_key_values") is not None:  # written word by word: a look-up each costs more
             return inner(*args, **kwargs)
         name = type(model).__name__
         if is_compiled(model):
