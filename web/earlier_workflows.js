@@ -18,7 +18,8 @@ export function bringUpToDate(saved, type, widgets) {
   const names = WIDGETS[type];
   const today = (widgets ?? []).map(({ name }) => name).filter((name) => names?.includes(name));
   const values = saved.widgets_values;
-  if (!names || !Array.isArray(values) || values.length <= today.length) return;
+  const isSaved = ({ serialize }) => serialize !== false; // the node's line is not
+  if (!names || !Array.isArray(values) || values.length <= (widgets ?? []).filter(isSaved).length) return;
   const held = Object.fromEntries(names.map((name, at) => [name, values[at]]));
   if (type === "AccelDeepCache") translateDeepCache(held);
   saved.widgets_values = today.map((name) => held[name]);

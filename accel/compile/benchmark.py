@@ -55,7 +55,7 @@ class Benchmark:
     """Compares one graph with its block over its first calls at one size.
 
     done: no more calls are compared. verdict: why the graph is not used at this size; None where it is.
-    wrong: the verdict is about its output. seconds: cost of comparing so far. hits: calls of the graph at this size
+    seconds: cost of comparing so far. hits: calls of the graph at this size
         since it was done.
     """
 
@@ -68,7 +68,6 @@ class Benchmark:
         """Seconds that the host needed for the two calls, last."""
         self.done = False
         self.verdict: Reason | None = None
-        self.wrong = False
         self.seconds = 0.0
         self.hits = 0
 
@@ -106,7 +105,7 @@ class Benchmark:
         with self._lock:
             self.seconds += time.perf_counter() - started - compiled_seconds
             if excess is not None:
-                self.done = self.wrong = True
+                self.done = True
                 self.verdict = Reason("wrong_output", times=f"{excess:.1f}")
             elif number and not self.done:  # the first call of a kernel is not like the others
                 self._compiled.append(compiled_seconds)

@@ -1,8 +1,9 @@
-"""When a call of a model is captured or replayed: every condition, in the order in which they are asked.
+"""When a call of a model is captured or replayed: the conditions, in the order in which they are asked.
 
-At each call: `CaptureHost.why_not`, `of_arguments` and `of_device`. At the first call of a run, and where the model
-seems to have changed: `of_model` and `of_weights`. After the second call of its kind: `of_warm_call`. In a repetition
-of that call, at each operator: `DryRun`. The third call is captured.
+At each call: `CaptureHost.why_not`, `of_device` and `of_weights`; at the first of its kind `of_arguments` before them.
+At the first call of a run, and where the model seems to have changed: `of_model`. After the second call of its kind:
+`of_warm_call`. In a repetition of that call, at each operator: `DryRun`. The third call is captured
+(`ModelCapture._capturable` asks; what is kept and what memory allows is there and in `pool.py`).
 """
 
 from __future__ import annotations

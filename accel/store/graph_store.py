@@ -175,12 +175,17 @@ class GraphStore:
         It may, unless this process made the graph, which is then deleted. A graph of another process stays: it may be
         right where it was made, and where it is not, the graph compiled in its place is newer and so found first.
         """
+        self.stop_loading(stem)
         with self._lock:
-            self._distrusted.add(stem)
             is_own = stem in self._own
         if is_own:
             self._folder.remove(stem + GRAPH)
         return not is_own
+
+    def stop_loading(self, stem: str) -> None:
+        """Leave this graph alone in this process."""
+        with self._lock:
+            self._distrusted.add(stem)
 
     def statistics(self) -> dict[str, Any]:
         """The folder and what this process did there, as JSON.
@@ -293,7 +298,7 @@ class Saved:
         elif is_shortage(error):
             self.why = BadEntry(f"there was too little memory for it: {error}")
         else:  # torch reading its own bytes, and the kernels' libraries, raise anything; it all means the same
-            self._store._distrusted.add(self._found.stem)
+            self._store.stop_loading(self._found.stem)
             self.why = BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}", logging.WARNING)
         return True
 
