@@ -38,8 +38,11 @@ def _plain(value: Any) -> Any:
 
     Torch moves the former by swapping, and refuses that where somebody refers to them weakly.
     """
-    while hasattr(type(value), "__tensor_flatten__"):
-        value = getattr(value, value.__tensor_flatten__()[0][0])
+    try:
+        while hasattr(type(value), "__tensor_flatten__"):
+            value = getattr(value, value.__tensor_flatten__()[0][0])
+    except Exception:  # of another program's class, whose block is then left eager alone
+        pass
     return value
 
 
