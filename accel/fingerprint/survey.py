@@ -18,7 +18,7 @@ from ..core.reasons import Reason, RunEagerly
 from ..modules import wrapped_layers
 from ..modules.blocks import blocks
 from ..modules.code_owner import package_of
-from ..modules.opaque_layers import OpaqueLayer
+from ..modules.opaque_layers import OpaqueLayer, runs_others_code
 from ..modules.snapshot import LayoutSnapshot
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
@@ -116,11 +116,15 @@ class Region:
         """Whether graphs of the block call layers in it as they are (`opaque_layers`)."""
         return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.wraps))
 
-    @functools.cached_property
+    @property
     def runs_others_code(self) -> bool:
-        """Whether others' code runs in its graphs, which must not run twice to be compared."""
+        """Whether others' code runs in its graphs now, which must not run twice to be compared."""
         parts = wrapped_layers.modules(self.block, self.wraps)
-        return any(isinstance(part, OpaqueLayer) and part.is_others for _, part in parts)
+        return any(
+            part.is_others or runs_others_code(self.block.get_submodule(path))
+            for path, part in parts
+            if isinstance(part, OpaqueLayer)
+        )
 
     @functools.cached_property
     def slots(self) -> WeightSlots:

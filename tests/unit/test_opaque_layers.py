@@ -113,6 +113,21 @@ def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(chang
         assert all(map(torch.equal, *values))
 
 
+def test_others_forward_runs_once_in_a_call_where_nothing_explains_the_layers_weight_either():
+    called, model = [], model_of(Block(0), Block(1))
+
+    def forward(x):
+        called.append(None)
+        return x * 2
+
+    for block in model.blocks:
+        block.up.forward = types.FunctionType(forward.__code__, {}, "forward", None, forward.__closure__)
+        block.up.forward.__module__ = "another_pack"
+    eager, compiled = both_ways(model, GraphCache())
+    assert torch.equal(compiled, eager)
+    assert len(called) == 4 and reasons() == []
+
+
 class Told(Block):
     def __init__(self, seed):
         super().__init__(seed, lambda seed: nn.Linear(WIDTH, WIDTH))
