@@ -81,10 +81,12 @@ def _within(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     yield value
     if depth == 0:
         return
-    inside: Any = vars(value) if is_plain_object(value) else value
-    if type(inside) in _DICTS:
-        inside = (*inside, *inside.values())
-    elif not issubclass(type(inside), (list, tuple, set)):
+    inside: Any = value
+    if is_plain_object(value):
+        inside = [vars(value)]  # which is filled again itself
+    elif type(value) in _DICTS:
+        inside = (*value, *value.values())
+    elif not issubclass(type(value), (list, tuple, set)):
         return
     for part in tuple(inside):
         yield from _within(part, depth - 1)

@@ -22,6 +22,8 @@ def kernels(monkeypatch):
         {"cpu": [2]},
         functools.cache(lambda size: FAKE),
     )
+    module.workspace = type("Workspace", (), {"__module__": KERNELS})()
+    module.workspace.kept = None
     monkeypatch.setitem(sys.modules, KERNELS, module)
     return module
 
@@ -36,10 +38,12 @@ def test_nothing_of_a_trace_is_remembered(kernels, is_frozen):
         kernels.tables["b"] = kernels.Table.by_size[3] = FAKE
         kernels.nested["cpu"].append(FAKE)
         kernels.tables_of_others = {"c": 3}
+        kernels.workspace.kept = kernels.workspace.new = FAKE
         kernels.cache(1)
     gc.freeze()
     assert (kernels.kept, kernels.Table.kept, hasattr(kernels, "new")) == (None, None, False)
     assert (kernels.tables, kernels.Table.by_size, kernels.nested) == ({"a": 1}, {}, {"cpu": [2]})
+    assert vars(kernels.workspace) == {"kept": None}
     assert kernels.tables_of_others == {"c": 3} and kernels.cache.cache_info().currsize == 0
     assert other.cache_info().currsize == 1
 
