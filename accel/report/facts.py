@@ -96,10 +96,10 @@ def _gain(run: Run, compiles: bool, skips: bool) -> Fact:
     own = [one for one, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
     saving = together(*own)
     saved, how = saving["saved_seconds"], saving["saved_how"]
-    making = min(run.compile_seconds + run.load_seconds, run.seconds)
+    making = min(run.compile_seconds + run.load_seconds + run.capture_seconds, run.seconds)
     bar = [
         Part(run.seconds - making, f"sampling {seconds(run.seconds - making)}"),
-        Part(making, f"compiling or loading {seconds(making)}"),
+        Part(making, f"making graphs {seconds(making)}"),
         Part(max(saved or 0.0, 0.0), f"saved {seconds(saved or 0.0)}", is_gone=True),
     ]
     if saved is None:
@@ -107,9 +107,10 @@ def _gain(run: Run, compiles: bool, skips: bool) -> Fact:
     elif saved < 0:
         sentence = f"Time saved: none; it took about {seconds(-saved)} longer.\n  How this is known: {how}"
     else:
-        without = run.seconds + saved
+        without = run.seconds - making + saved
         share = f" ({saved / without:.0%})" if without > 0 else ""
-        sentence = f"Time saved: about {seconds(saved)} of the {seconds(without)} that it would have taken{share}."
+        sentence = f"Time saved: about {seconds(saved)} of the {seconds(without)} that it would have taken{share}"
+        sentence += ", making graphs aside." if making else "."
         sentence += f"\n  How this is known: {how}"
     return Fact(sentence, run.gain_by(*own), bar=bar)
 
