@@ -90,8 +90,8 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong locale key",
-        '"noMatch": "No block type',
-        '"noMatches": "No block type',
+        '"showMore": "Show more',
+        '"showMores": "Show more',
         "comfyui/test_texts.py::test_both_languages_have_the_same_texts_with_the_same_blanks",
     ),
     Mutation(
