@@ -127,6 +127,9 @@ def _arguments(stage: Stage, seconds: float, out: Path, quick: bool) -> list[str
 PACKAGES = ("av", "torchsde", "trampoline", "einops", "psutil", "packaging")
 """What ComfyUI imports and a machine with torch and transformers may lack, modules as named."""
 
+NEWER = ("comfy_aimdo", "comfy_kitchen")
+"""What newer ones import too: brought where this Python has them."""
+
 PARTS = ("comfy", "comfy_api", "comfy_config", "comfy_execution", "comfy_extras", "app", "utils")
 """Folders of ComfyUI that sampling in one process imports; of the other files the Python ones beside them."""
 
@@ -145,7 +148,9 @@ def prepare(folder: Path, python: str) -> float:
         raise Problem(f"{folder} holds other files: name a new folder.")
     wheels = folder / WHEELS
     wheels.mkdir(parents=True, exist_ok=True)
-    named = [f"{package}=={metadata.version(package)}" for package in PACKAGES]
+    named = [
+        f"{package}=={metadata.version(package)}" for package in (*PACKAGES, *filter(importlib.util.find_spec, NEWER))
+    ]
     platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
     target = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), *target, *named]
@@ -158,7 +163,7 @@ def prepare(folder: Path, python: str) -> float:
 
 def environment(folder: Path, place: Path) -> dict[str, str]:
     """Environment variables for a process that uses a prepared folder; missing packages are unpacked into `place`."""
-    missing = {package for package in PACKAGES if importlib.util.find_spec(package) is None}
+    missing = {package for package in PACKAGES + NEWER if importlib.util.find_spec(package) is None}
     site = place / SITE
     for wheel in sorted((folder / WHEELS).glob("*.whl")):
         if wheel.name.partition("-")[0].lower() in missing:

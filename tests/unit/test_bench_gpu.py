@@ -176,15 +176,16 @@ def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
 def test_prepared_folder_brings_what_is_missing_and_hides_nothing(tmp_path):
     wheels = tmp_path / "carried" / "wheels"
     wheels.mkdir(parents=True)
-    for package in ("torchsde", "packaging"):
+    for package in ("torchsde", "comfy_aimdo", "packaging"):
         with zipfile.ZipFile(wheels / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{package}/__init__.py", "")
-    find = importlib.util.find_spec
+    find, lacking = importlib.util.find_spec, ["torchsde", "comfy_aimdo"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchsde" else find(name))
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name in lacking else find(name))
         made = gpu_plan.environment(tmp_path / "carried", tmp_path)
     assert made["COMFYUI_PATH"] == str(tmp_path / "carried" / "comfyui")
-    assert [entry.name for entry in Path(made["PYTHONPATH"].split(os.pathsep)[0]).iterdir()] == ["torchsde"]
+    brought = Path(made["PYTHONPATH"].split(os.pathsep)[0])
+    assert {entry.name for entry in brought.iterdir()} == set(lacking)
 
 
 @pytest.mark.thorough  # a process that imports all of core
