@@ -23,6 +23,8 @@ export function bringUpToDate(saved, type, widgets) {
   const held = Object.fromEntries(names.map((name, at) => [name, values[at]]));
   if (type === "AccelDeepCache") translateDeepCache(held);
   saved.widgets_values = today.map((name) => held[name]);
+  const gone = names.filter((name, at) => at < values.length && !today.includes(name));
+  console.info(`Accel: ${type} of an earlier version: inputs that it no longer has are ignored: ${gone.join(", ")}`);
   const isGone = ({ name }) => names.includes(name) && !today.includes(name);
   saved.inputs = saved.inputs?.filter((input) => input.link != null || !isGone(input));
 }
