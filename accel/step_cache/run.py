@@ -246,6 +246,10 @@ class DeepCacheRun:
         return sum(self._counted.values())
 
     @property
+    def full_steps(self) -> int:
+        return len(self._counted) - self.skipped_steps
+
+    @property
     def bytes(self) -> int:
         """The size of all features that are kept."""
         return sum(features.bytes for features in self._models.values() if features is not None)

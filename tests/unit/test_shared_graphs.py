@@ -257,7 +257,8 @@ def test_saved_graph_is_distrusted_where_it_cannot_be_read_from_its_bytes_but_no
 
 
 def check_loading(error, expected):
-    store = types.SimpleNamespace(_distrusted=set(), _unreadable=lambda error: error)
+    distrusted: set[str] = set()
+    store = types.SimpleNamespace(stop_loading=distrusted.add, _unreadable=lambda error: error)
     saved = Saved(store, types.SimpleNamespace(stem="saved"), None, (Stop,))
     saved.is_read = True
     try:
@@ -265,4 +266,4 @@ def check_loading(error, expected):
             raise error
     except Stop:
         assert isinstance(error, Stop)
-    assert sorted(store._distrusted) == expected
+    assert sorted(distrusted) == expected
