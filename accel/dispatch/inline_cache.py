@@ -91,7 +91,7 @@ class InlineCache:
         self._replace = replace
         self._known, self._lease = known, lease
         self._usable: set[ResolvedGraph] = set()
-        """Of the known ones those that this run has asked for, and leased."""
+        """The known calls that this run has asked for, and leased."""
         self._eager: dict[tuple, tuple] = {}
         """Calls that have no graph in this run, with the layouts of their weights."""
         self._guards_made: Counter[ResolvedGraph] = Counter()

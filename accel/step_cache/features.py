@@ -19,7 +19,7 @@ from ..core.errors import one_line
 
 
 def weights(points: Sequence[float], at: float) -> list[float]:
-    """What the values at `points` count at `at`: a single one fully, two as on the line through them.
+    """Weights of the values at `points` for the one at `at`: a single one fully, two as on the line through them.
 
     points: newest first, different. The weights add up to 1.
     """

@@ -43,7 +43,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one of several calls in a row, after two to warm up."""
+    """Seconds of one call, of several in a row after two to warm up."""
     for count in (2, ROUNDS):
         wait(device)
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the rows of `bench gpu` show: what failed, and docs/benchmarks.md. No torch."""
+"""Writes docs/benchmarks.md from the rows of `bench gpu`, and says what failed. Needs no torch."""
 
 from __future__ import annotations
 

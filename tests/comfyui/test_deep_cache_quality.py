@@ -12,12 +12,11 @@ from comfy_accel.accel.hosts.comfyui.models.samplers import facts_of
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import FAST, DeepCacheSettings
 from comfy_accel.accel.step_cache.correction import Correction
-from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.sampler_facts import SamplerFacts
 from comfy_extras.nodes_custom_sampler import SamplerCustom
 from kit import tiny_models
 from kit.deep_cache import counts, last_run
-from kit.step_cache import every
+from kit.step_cache import corrections_told, every
 from kit.thorough import thorough_except
 
 from dev.bench import similarity, toy
@@ -146,15 +145,7 @@ def network():
 @pytest.fixture
 def corrections(monkeypatch):
     """Whether each run from now on corrects, when it ends."""
-    seen = []
-
-    class Watched(DeepCacheRun):
-        def close(self):
-            seen.append(self._correction is not None)
-            super().close()
-
-    monkeypatch.setattr(host, "DeepCacheRun", Watched)
-    return seen
+    return corrections_told(monkeypatch, host)
 
 
 def images(model, sampler, steps=24):

@@ -15,7 +15,7 @@ from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa:
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from kit import deep_transformers, tiny_pipelines  # noqa: E402
-from kit.step_cache import every  # noqa: E402
+from kit.step_cache import corrections_told, every  # noqa: E402
 
 EVERY_SECOND = every(2, points=2)
 
@@ -23,15 +23,7 @@ EVERY_SECOND = every(2, points=2)
 @pytest.fixture
 def ended(monkeypatch):
     """Of each run that ended: whether it corrects."""
-    seen = []
-
-    class Watched(DeepCacheRun):
-        def close(self):
-            seen.append(self._correction is not None)
-            super().close()
-
-    monkeypatch.setattr(host, "DeepCacheRun", Watched)
-    return seen
+    return corrections_told(monkeypatch, host)
 
 
 def cached(pipe, sample=tiny_pipelines.sample, settings=EVERY_SECOND, **arguments):

@@ -93,3 +93,16 @@ class Sampler:
         for sigma in sigmas:
             self.evaluate(sigma, uuids)
         return [sigma for sigma, skipped in zip(sigmas, self.skipped[before:], strict=True) if not skipped]
+
+
+def corrections_told(monkeypatch, host) -> list[bool]:
+    """Whether each run of this host that ends from now on corrects."""
+    seen: list[bool] = []
+
+    class Watched(DeepCacheRun):
+        def close(self):
+            seen.append(self._correction is not None)
+            super().close()
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    return seen

@@ -46,7 +46,7 @@ def text() -> str:
 
 
 def _facts() -> tuple[list[Fact], list[Fact]]:
-    """Of the last image and what it gained; and all others, of the cache last."""
+    """The lines on the last image and what it gained; then all others, the cache's last."""
     preferences.current()  # puts the cache's limits into force
     cache = cache_fact(shared.statistics(), shared.store and shared.store.statistics())
     run = records.last()
