@@ -10,18 +10,15 @@ from ray import serve
 MET = {True: "met", False: "not_met", None: "without_key"}
 """Result of `Keys.met` → the name of the front's counter."""
 
-ENOUGH = 256
-"""How many keys a replica remembers where its graphs serve every size."""
+MOST_KEYS = 256
+"""Beyond these a replica forgets the key that it used least recently."""
 
 
 class Keys:
-    """The keys that a replica has run: Serve keeps them as model ids, least recently used out first, for the router.
+    """The keys that a replica has run: Serve keeps them as model ids for the router."""
 
-    most: how many keys' captured calls the replica can hold.
-    """
-
-    def __init__(self, most: int):
-        self._key = serve.multiplexed(_Key.new, max_num_models_per_replica=most)
+    def __init__(self) -> None:
+        self._key = serve.multiplexed(_Key.new, max_num_models_per_replica=MOST_KEYS)
 
     async def met(self, key: str) -> bool | None:
         """Whether this replica has run the key before and still holds it; from now on it does. None without a key."""

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .counts import ENOUGH, MET, Keys, States, counted
+from .counts import MET, Keys, States, counted
 from .http import Json, answering, read_json, refusal
 from .settings import PipelineSettings
 
@@ -84,7 +84,7 @@ class PipelineReplica:
         self._thread = ThreadPoolExecutor(1)
         self._pipe = await self._apart(load, settings)
         self._takes = inspect.signature(self._pipe.__call__).parameters
-        self._keys = Keys(most_keys(settings))
+        self._keys = Keys()
 
     async def image(self, given: dict[str, Any], key: str) -> tuple[str, Any, dict[str, Any]]:
         """("image", a PNG), or ("refused" or "failed", a sentence); each with this replica's `state` and whether it has
@@ -164,16 +164,6 @@ def load(settings: PipelineSettings) -> Any:
     if settings.warm_up:
         log.info("%s", warm_up(pipe, **settings.warm_up))
     return pipe
-
-
-def most_keys(settings: PipelineSettings) -> int:
-    """How many sizes' graphs fit into the graph cache, judged by that of the warm-up."""
-    shared = engine("cache.graph_cache").shared
-
-    cache = shared.statistics()
-    if settings.accelerate.get("shapes") != "exact" or not settings.warm_up or not cache["entries"]:
-        return ENOUGH
-    return max(1, cache["max_entries"] // cache["entries"])
 
 
 @serve.ingress()

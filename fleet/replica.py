@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ import ray
 from ray import serve
 
 from .comfyui_process import ComfyUI, Gone
-from .counts import ENOUGH, Keys, counted
+from .counts import Keys, counted
 from .results import Results
 from .settings import Settings
 
@@ -50,7 +49,7 @@ class Replica:
             await self._comfyui.state()
             for prompt in settings.warm_up:
                 await self._warm_up(prompt)
-            self._keys = Keys(await self._most_keys())
+            self._keys = Keys()
         except BaseException:
             await self._comfyui.stop()
             raise
@@ -109,13 +108,6 @@ class Replica:
             entry = value
         if entry["status"]["status_str"] != "success":
             raise Gone(f"The warm-up failed: {entry['status']['messages'][-1]}")
-
-    async def _most_keys(self) -> int:
-        """How many keys' captured calls fit into the graph cache, judged by the largest one of the warm-up."""
-        _, text, _ = await self._comfyui.ask("GET", "/accel/state?rows=5000")
-        cache = json.loads(text)["graph_cache"]
-        captured = [row["bytes"] for row in cache["table"] if row["source"] == "captured" and row["bytes"]]
-        return max(1, min(ENOUGH, cache["max_bytes"] // max(captured))) if captured else ENOUGH
 
     async def _watch(self) -> None:
         while True:
