@@ -12,11 +12,10 @@ BENCHES = {
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
     "deepcache": "what skipping costs in quality, on four trained networks: targets, policies, EasyCache, fewer steps",
     "quality": "on a checkpoint of yours, what each quality target costs and reaches, with a contact sheet",
-    "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
+    "restart": "the first image of a new process: saved graphs, torch's own cache, neither, core's node, eager",
     "gpu": "on a GPU, every contender at every size: steps a second, first images, kernels, memory",
     "kernels": "GPU code of each kind of block, counted in instructions: ours, for one size, core's; needs no card",
     "overhead": "our own microseconds a block and a call, part by part; --images: of an image, beside others",
-    "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
     "fleet": "real ComfyUIs under a real Ray: a replica killed, cold starts, a shutdown",
 }

@@ -10,7 +10,6 @@ import importlib.util
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from dev import Problem
@@ -18,20 +17,13 @@ from dev.tools import command, pack
 
 from . import child, report
 from .compilations import RecompileLimit, counts, empty_inductor_cache
-from .session_plan import failure, latent_side
+from .session_plan import TOTALS, failure, latent_side, totals
 
 CONTENDERS = PLAIN, BLOCKS, BLOCKS_DYNAMIC, WHOLE, OURS = ("plain", "blocks", "blocks dynamic", "whole", "ours")
-COLUMNS = (
-    *("model", "contender", "first_image", "later", "stalls", "gave_up_at", "first_call_s", "session_s"),
-    *("worst_stall_s", "warm_s", "worst_diff"),
-)
-LEGEND = """\
+LEGEND = f"""\
 blocks: compile_repeated_blocks(fullgraph=True), as diffusers' guide has it; dynamic: with dynamic=True too.
 whole: the model's compile(), which is torch.compile(dynamic=None). ours: accelerate_pipeline(pipe, ignores=("vae",)).
-first_image, later: graphs compiled in the session's first image, and in all after it; stalls: images that compiled.
-gave_up_at: where torch reached its recompile limit; from there on it runs uncompiled. first_call_s, session_s: of the
-first image, and of all. worst_stall_s: of the slowest image after the first. warm_s: of all, each made once more right
-after it was made first. worst_diff: from plain, as a fraction of the image's largest value."""
+{TOTALS} warm_s: of all, each made once more right after it was made first."""
 
 UNET = {
     "use_linear_projection": True,
@@ -97,8 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
             with empty_inductor_cache():
                 made = child.result_of(measure, [contender, f"{work}/plain.pt"], contender, {"ACCEL_STORE": "off"})
             rows += made
-            report.tell(*totals(made), COLUMNS)
-    print(f"\n{report.table(totals(rows), COLUMNS)}\n\n{LEGEND}")
+            for row in totals(made, "warm_s"):
+                report.tell(row, list(row))
+    print(f"\n{report.table(totals(rows, 'warm_s'))}\n\n{LEGEND}")
     report.finish(options.json, rows, failure(rows, STEPS[0].name))
     print("Ours compiled in the first image alone, and is within tolerance in every one.")
 
@@ -123,7 +116,7 @@ def measure(contender: str, expected: str) -> list[report.Row]:
                 difference = (image - wanted).abs().max() / wanted.abs().max()
                 row = {"model": model, "contender": contender, "step": step.name, "batch": step.batch}
                 row |= {"compilations": counts().since(before).graphs, "uncompiled": _uncompiled() - uncompiled}
-                row |= {"gave_up": limit.heard, "first_s": round(seconds, 3), "warm_s": round(warm, 4)}
+                row |= {"gave_up": limit.heard, "first_image_s": round(seconds, 3), "warm_s": round(warm, 4)}
                 rows.append({**row, "relative_diff": difference.item(), "dtype": "fp32"})
     if contender == PLAIN:
         torch.save(images, expected)
@@ -224,30 +217,6 @@ def _set_lora(network, strength: float | None) -> None:
         network.add_adapter(LoraConfig(r=8, target_modules=targets, init_lora_weights=False), "lora")
         network.requires_grad_(False)
     network.set_adapters("lora", strength)
-
-
-def totals(rows: Sequence[report.Row]) -> list[report.Row]:
-    """A row per model and contender, with `COLUMNS`."""
-    table = []
-    for model, contender in dict.fromkeys((row["model"], row["contender"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
-        compiled = [row["compilations"] for row in own]
-        table.append(
-            {
-                "model": model,
-                "contender": contender,
-                "first_image": compiled[0],
-                "later": sum(compiled[1:]),
-                "stalls": sum(count > 0 for count in compiled),
-                "gave_up_at": next((row["step"] for row in own if row["gave_up"]), None),
-                "first_call_s": own[0]["first_s"],
-                "session_s": sum(row["first_s"] for row in own),
-                "worst_stall_s": max(row["first_s"] for row in own[1:]),
-                "warm_s": sum(row["warm_s"] for row in own),
-                "worst_diff": report.scientific(max(row["relative_diff"] for row in own)),
-            }
-        )
-    return table
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The first image after a restart: with the graphs that an earlier process saved, with torch's own cache, with neither.
+"""The first image of a process: with the graphs that an earlier one saved, with torch's own cache, with neither, and
+with core's node.
 
 Every row but warm_process is a fresh process. store starts with an empty compiler cache of torch's, torch_cache without
-saved graphs. Small models, float32: on a CPU the seconds are those of compiling and loading, hardly of computing.
+saved graphs. Small models, and SD1.5, SDXL and Flux at full depth and narrow, in float32: on a CPU the seconds are
+those of compiling and loading, hardly of computing.
 """
 
 import dataclasses
+import os
 import sys
 import tempfile
 import time
@@ -17,12 +20,17 @@ from dev.tools.inprocess import boot
 from . import child, report
 from .compilations import counts, fresh_folders
 
-MODES = ("eager", "cold", "warm_process", "store", "torch_cache")
+MODES = ("eager", "cold", "store", "torch_cache", "core")
+SMALL, FULL_DEPTH = ("unet", "dit", "tiny"), ("SD1.5", "SDXL", "Flux")
 TORCH_CACHE = {"cold": "torch", "torch_cache": "torch"}
 """Modes that share a compiler cache of torch's; every other mode has one of its own, which is empty."""
-COLUMNS = ("model", "mode", "first_image_s", "compilations", "loaded", "import_ms", "uncompiled", "relative_diff")
+COLUMNS = (
+    *("model", "mode", "first_image_s", "cpu_s", "compilations", "loaded", "import_ms", "uncompiled"),
+    "relative_diff",
+)
 LEGEND = """\
 first_image_s: of the first image, its compiling or loading included; warm_process is the second image of the cold one.
+cpu_s: processor time of the process and the compilers it started, which says more on a machine that is busy otherwise.
 compilations: graphs that torch traced for it. loaded: saved graphs. import_ms: what loading the pack adds to ComfyUI's
 own start. relative_diff: from the eager image, of its largest value. torch_cache: no saved graphs, but what torch
 itself has kept of the cold process; of what is compiled ahead of time that is the C++ libraries alone."""
@@ -32,14 +40,14 @@ TOLERANCE = 1e-2
 
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser("restart", __doc__)
-    models = ("unet", "dit", "tiny")
+    models = (*SMALL, *FULL_DEPTH)
     parser.add_argument("--models", nargs="+", choices=models, default=models[:2], help="default: unet and dit")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="beside eager; default: all")
     options = parser.parse_args(arguments)
     rows: list[report.Row] = []
-    processes = [mode for mode in MODES if mode != "warm_process"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         for model in options.models:
-            for mode in processes:
+            for mode in (MODES[0], *options.modes):
                 environment = {
                     **fresh_folders(Path(work, f"{model}-{TORCH_CACHE.get(mode, mode)}")),
                     "ACCEL_STORE": f"{work}/{model}-graphs" if mode in ("cold", "store") else "off",
@@ -71,21 +79,24 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
     from kit import tiny_models
 
+    from . import session
+
     expected = Path(file)
     torch.set_num_threads(1)  # Layers this small gain nothing from more.
     family = _families()[model]
     patcher = family.load(torch.float32)
+    # Ours by the cache that saves its graphs, as in a server.
+    apply = session.node(mode, "inductor") if mode in ("eager", "core") else lambda m: accelerate(m, CompileSettings())
     channels = patcher.get_model_object("latent_format").latent_channels
     prompts = family.conditioning(77, seed=1), family.conditioning(77, seed=2)
     rows = []
     before, loaded = counts(), 0
     for name in ("cold", "warm_process") if mode == "cold" else (mode,):
-        started = time.perf_counter()
-        chosen = patcher if mode == "eager" else accelerate(patcher, CompileSettings())
+        started, cpu = time.perf_counter(), sum(os.times()[:4])
         with torch.inference_mode():
             latent = torch.zeros(1, channels, LATENT_SIDE, LATENT_SIDE)
-            image = tiny_models.sample_latent(chosen, latent, *prompts, steps=2)
-        seconds = time.perf_counter() - started
+            image = tiny_models.sample_latent(apply(patcher), latent, *prompts, steps=2)
+        seconds, cpu = time.perf_counter() - started, sum(os.times()[:4]) - cpu
         if mode == "eager":
             torch.save(image, expected)
         eager = torch.load(expected)
@@ -95,6 +106,7 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
                 "model": family.name,
                 "mode": name,
                 "first_image_s": round(seconds, 3),
+                "cpu_s": round(cpu, 2),
                 "compilations": spent.graphs,
                 "loaded": shared.statistics()["loaded"] - loaded,
                 "import_ms": round(import_ms, 1),
@@ -129,9 +141,12 @@ def failure(rows: list[report.Row]) -> str | None:
 def _families():
     from kit import tiny_models
 
+    from . import layouts
+
     # Two blocks of one kind: whether this measurement works, within two minutes.
     tiny = {**tiny_models.FLUX, "depth_single_blocks": 0}
     return {
+        **layouts.ALL,
         "unet": tiny_models.UNET_FAMILY,
         "dit": tiny_models.FLUX_FAMILY,
         "tiny": dataclasses.replace(tiny_models.FLUX_FAMILY, name="Flux DiT, one kind", config=tiny),

@@ -17,7 +17,7 @@ from dev.tools.inprocess import boot
 
 from . import child, report
 from .compilations import RecompileLimit, counts, empty_inductor_cache
-from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side, with_waiting
+from .session_plan import SCALE, STEPS, TOLERANCE, TOTALS, Step, failure, latent_side, totals, with_waiting
 
 MODELS = ("SD1.5 UNet", "Flux DiT")
 CONTENDERS = ("ours", "core")
@@ -43,9 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
             if options.json:
                 report.write(options.json, rows, tree())  # also of a run that is stopped
     print(f"\n{report.table([_readable(row) for row in rows], COLUMNS)}\n")
-    print(report.table(totals(rows)))
+    print(report.table(totals(rows, "graph_breaks", "waiting_s")))
     print(f"relative_diff: from eager's image, of its largest value; tolerance {TOLERANCE[options.dtype]:.0e}.")
-    print("gave_up_at: where torch reached its recompile limit; from there on this contender ran eagerly.")
+    print(TOTALS)
     print("waiting_s: by how much the images that compiled took longer than eager's.")
     report.finish(options.json, rows, failure(rows))
     if "ours" not in options.contenders:
@@ -220,30 +220,6 @@ def _check_steps(family: str, images: dict[str, Any]) -> None:
     for step in STEPS:
         if step.changes and (images[step.name] - plain).abs().max() < 1e-3 * plain.abs().max():
             raise Problem(f"{family}, step {step.name}: the eager image is the plain one, so the step tests nothing.")
-
-
-def totals(rows: list[report.Row]) -> list[report.Row]:
-    """Per model and contender: graphs compiled in the first step and after it, seconds waited and of the session."""
-    table = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        for contender in dict.fromkeys(row["contender"] for row in rows):
-            own = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
-            counts = [row["compilations"] for row in own]
-            table.append(
-                {
-                    "model": model,
-                    "contender": contender,
-                    "first_step": counts[0],
-                    "later_steps": sum(counts[1:]),
-                    "stalls": sum(count > 0 for count in counts),
-                    "graph_breaks": sum(row["graph_breaks"] for row in own),
-                    "gave_up_at": next((row["step"] for row in own if row["gave_up"]), None),
-                    "waiting_s": sum(row["waiting_s"] for row in own),
-                    "session_s": sum(row["first_image_s"] for row in own),
-                    "worst_diff": report.scientific(max(row["relative_diff"] for row in own)),
-                }
-            )
-    return table
 
 
 def _readable(row: report.Row) -> report.Row:

@@ -89,6 +89,32 @@ def with_waiting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "waiting_s": waited(row)} for row in rows]
 
 
+TOTALS = """\
+first_image, later: graphs compiled in the session's first image, and in all after it; stalls: images that compiled.
+gave_up_at: where torch reached its recompile limit; from there on it runs uncompiled. first_image_s, session_s: of the
+first image, and of all; worst_stall_s: of the slowest image after the first. worst_diff: from plain, as a fraction of
+the image's largest value."""
+
+
+def totals(rows: Sequence[dict[str, Any]], *summed: str) -> list[dict[str, Any]]:
+    """A row per model and contender, as `TOTALS` says, with the sums of more columns."""
+    table = []
+    for model, contender in dict.fromkeys((row["model"], row["contender"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
+        compiled, seconds = [row["compilations"] for row in own], [row["first_image_s"] for row in own]
+        table.append(
+            {
+                **{"model": model, "contender": contender, "first_image": compiled[0], "later": sum(compiled[1:])},
+                "stalls": sum(count > 0 for count in compiled),
+                "gave_up_at": next((row["step"] for row in own if row["gave_up"]), None),
+                **{"first_image_s": seconds[0], "session_s": sum(seconds), "worst_stall_s": max(seconds[1:])},
+                **{name: sum(row[name] for row in own) for name in summed},
+                "worst_diff": f"{max(row['relative_diff'] for row in own):.1e}",
+            }
+        )
+    return table
+
+
 def failure(rows: Iterable[dict[str, Any]], first: str = STEPS[0].name) -> str | None:
     """What the promise "compiled once, and the same image" does not hold of in our rows, as one sentence; else None.
 
