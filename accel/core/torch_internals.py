@@ -143,6 +143,10 @@ STATIC_LAUNCH = Internal(
     since="2.11",
 )
 
+_AROUND = "what torch puts around generated code runs in each call, slower"
+GENERATED_CALL = Internal("torch._inductor.output_code", "CompiledFxGraph.__call__", _AROUND)
+ANY_AUTOCAST = Internal("torch._C", "_is_any_autocast_enabled", _AROUND)
+
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", _AS_TRACED)
 GRAPH_PASS = Internal(

@@ -149,7 +149,7 @@ class BlockRunner:
                 if observer is not None:
                     observer.used.append((resolved.entry, resolved.graph, counter))
                 try:
-                    out = resolved.graph.run(tensors)
+                    out = (guarded.lean or resolved.graph.run)(tensors)
                     if guarded.copied:
                         for at, given in zip(guarded.copied, guarded.given(args, kwargs), strict=True):
                             out = _handed_back(out, tensors[at], given)

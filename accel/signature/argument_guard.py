@@ -41,7 +41,7 @@ class CallGuard:
         self._is_flat = places is not None
         if places is not None:
             tensors_at, self._fixed, self._replaced = places
-            self._get_tensors = _getter(tensors_at)
+            self._get_tensors = items_at(tensors_at)
         self.check = tensor_guard((*weights, *(self.arguments(args, kwargs) or ())))
         """Asked of a call's weights and what `arguments` gives: whether they are like those of the first call."""
 
@@ -120,7 +120,7 @@ def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]]
     return tensors, fixed, replaced
 
 
-def _getter(places: list[int]) -> Callable[[tuple], tuple]:
+def items_at(places: list[int]) -> Callable[[tuple], tuple]:
     """A function that returns the items of a tuple at these places, always as a tuple."""
     if not places:
         return lambda values: ()

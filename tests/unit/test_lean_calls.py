@@ -1,0 +1,143 @@
+"""Calls of generated code without what torch puts around it."""
+
+import sys
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.lean_calls import watched
+from kit.blocks import Block, runner
+
+pytestmark = pytest.mark.usefixtures("inductor_is_there")
+
+
+def two(x, weight):
+    return [torch.nn.functional.gelu(x @ weight), x.shape[0] + x.sum(1)]
+
+
+def one(weight, unused, x):
+    return torch.nn.functional.gelu(x @ weight) * x.shape[1]
+
+
+def given_back(x, weight):
+    return x, x @ weight
+
+
+def viewed(x, weight):
+    return x[1:], x @ weight
+
+
+@pytest.fixture(scope="module")
+def inductor_is_there():
+    from comfy_accel.accel.core import toolchain
+
+    lacking = toolchain.lacking("cpu")
+    if lacking is not None:
+        pytest.skip(str(lacking))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Functions of a list of tensors, compiled for any size; how often each was called."""
+    made, calls = {}, []
+
+    def of(function):
+        if function not in made:
+            graph = torch.compile(function, dynamic=True, fullgraph=True)
+
+            def run(tensors):
+                calls.append(function)
+                return graph(*tensors)
+
+            made[function] = run
+        calls.clear()
+        return made[function], calls
+
+    return of
+
+
+def tensors(function, rows=3):
+    x, weight = torch.randn(rows, 4), torch.randn(4, 4)
+    return {one: (weight, torch.randn(7), x)}.get(function, (x, weight))
+
+
+def equal(out, expected):
+    assert type(out) is type(expected)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("function", [one, two])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_later_calls_give_the_same_without_torch_around_them(compiled, function, rows):
+    run, calls = compiled(function)
+    first = tensors(function, rows)
+    out, lean = watched(run, first)
+    equal(out, run(first))
+    for _ in range(3):
+        given = tensors(function, rows)
+        expected = run(given)
+        calls.clear()
+        equal(lean(given), expected)
+        assert not calls
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("function", [given_back, viewed])
+def test_output_that_torch_makes_of_the_results_is_left_to_it(compiled, function):
+    run, _ = compiled(function)
+    out, lean = watched(run, tensors(function))
+    assert lean is None and len(out) == 2
+
+
+def test_call_with_gradients_or_a_profiler_goes_through_torch(compiled):
+    run, calls = compiled(one)
+    with torch.no_grad():
+        _, lean = watched(run, tensors(one))
+        lean(tensors(one))
+        assert len(calls) == 1
+        with torch.profiler.profile():
+            lean(tensors(one))
+        assert len(calls) == 2
+    assert not lean(tensors(one)).requires_grad and len(calls) == 3
+
+
+@torch.no_grad()
+def test_nothing_is_watched_under_autocast_or_another_profiler(compiled):
+    run, _ = compiled(one)
+
+    def mine(*event):
+        pass
+
+    sys.setprofile(mine)
+    try:
+        assert watched(run, tensors(one))[1] is None and sys.getprofile() is mine
+    finally:
+        sys.setprofile(None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert watched(run, tensors(one))[1] is None
+
+
+@torch.no_grad()
+def test_call_that_fails_fails_as_it_would_and_leaves_no_profiler(compiled):
+    def failing(tensors):
+        raise ValueError("as it would")
+
+    with pytest.raises(ValueError, match="as it would"):
+        watched(failing, tensors(one))
+    assert sys.getprofile() is None
+
+
+def test_block_in_a_run_leaves_out_what_torch_puts_around_from_its_third_call_on():
+    block, cache = Block().eval(), GraphCache()
+    stand_in, calls = runner(block, cache, backend="inductor"), []
+    with torch.inference_mode():
+        for count in range(6):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(stand_in(block.forward, x), block(x))
+            if not count:
+                (graph,) = cache.entries()[0].graphs
+                run = graph.run
+                graph.run = lambda tensors: calls.append(count) or run(tensors)
+            block.first.weight.data = torch.randn_like(block.first.weight)  # is what the next call takes
+    assert calls == [1, 2]
