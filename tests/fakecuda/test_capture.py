@@ -55,16 +55,6 @@ def toy():
 
 
 @torch.inference_mode()
-def test_the_third_call_is_captured_later_ones_are_replayed_in_later_runs_too():
-    model, cache = toy()
-    with replays(model, cache) as call:
-        assert [call(*inputs(seed)) for seed in range(5)] == [False, False, False, True, True]
-    with replays(model, cache) as call:
-        assert call(*inputs(7))
-    assert reasons() == []
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize(("microseconds", "is_captured"), [(0, True), (20_000, False)])
 def test_a_call_is_captured_where_the_device_waits_for_python_in_it(microseconds, is_captured):
     model, cache = toy()
@@ -100,17 +90,9 @@ def test_positions_that_are_made_on_the_cpu_are_on_the_device_before_the_capture
         given = inputs(7)
         copied = device.counts().to_device
         assert call(*given) and device.counts().to_device == copied > before.to_device
-    assert reasons() == []
-
-
-@torch.inference_mode()
-def test_weights_that_move_outdate_the_capture_and_the_call_is_captured_anew():
-    model, cache = toy()
     with replays(model, cache) as call:
-        settle(call, *inputs())
-        model.blocks[0].weight.data = model.blocks[0].weight.data.clone()
-        assert [call(*inputs(seed)) for seed in range(3)] == [False, True, True]
-    assert len(cache.captures.members) == 1 and reasons() == []
+        assert call(*inputs(8))
+    assert reasons() == []
 
 
 GROWING = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfy_accel.accel.compile import block_compiler, generated_code
-from comfy_accel.accel.fingerprint.block_call import Call
-from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
-from comfy_accel.accel.signature import tree_spec
+from comfy_accel.accel.compile import generated_code
+from kit.block_graphs import compiled, on_card, saved_and_loaded, zeros
 from torch import nn
 
 CAPABILITY = int(os.environ.get("FAKECUDA_CC", 90))
@@ -29,18 +27,12 @@ class Cast(nn.Module):
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_weights_are_compiled_and_saved(stored):
-    block = Cast(stored).cuda().eval().requires_grad_(False)
-    (kind,) = kinds_of([describe(block)])
-    inputs: list[torch.Tensor] = []
-    spec = tree_spec.flatten(((torch.zeros(2, 16, 64, dtype=torch.half, device="cuda"),), {}), inputs)
-    before = {module.__file__ for module in generated_code.all_modules()}
-    weights = weight_slots(block, kind.weights).take()
+    block, given = on_card(Cast(stored)), zeros((2, 16, 64))
     with torch.inference_mode():
-        graph = block_compiler.compile_block(template_of(block), Call(kind, spec, weights, inputs))
-        files = {module.__file__ for module in generated_code.all_modules()} - before
-        source = "".join(Path(file).read_text() for file in files)
+        with generated_code.collected() as modules:
+            graph, weights = compiled(block, given, backend="inductor")
+        source = "".join(Path(module.__file__).read_text() for module in modules)
         assert f"cc={CAPABILITY}," in source
         assert ("cast_by_torch" in source) == (CAPABILITY < 89 and stored is torch.float8_e4m3fn)
-        loaded = block_compiler.load_block(template_of(block), Call(kind, spec), graph.save(), graph.facts)
-        for each in (graph, loaded):
-            assert each.run([*weights, torch.zeros(3, 40, 64, dtype=torch.half, device="cuda")]).shape == (3, 40, 64)
+        for each in (graph, saved_and_loaded(graph, block, given)):
+            assert each.run([*weights.take(), *zeros((3, 40, 64))]).shape == (3, 40, 64)

@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
-from comfy_accel.accel.compile import block_compiler, generated_code
-from comfy_accel.accel.fingerprint.block_call import Call
-from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
-from comfy_accel.accel.signature import tree_spec
+from comfy_accel.accel.compile import generated_code
+from comfy_accel.accel.fingerprint.kinds import weight_slots
+from kit.block_graphs import compiled, kind_of, on_card, saved_and_loaded, zeros
 from torch import nn
 
 
@@ -23,52 +24,47 @@ class ResBlock(nn.Module):
         return self.skip(x) + self.then(self.first(x) + self.embed(embedding)[:, :, None, None])
 
 
-def compiled(blocks, *shape, **how):
-    """The graph of the first block for an image of this shape, its kind, all weights, its spec and its source."""
-    blocks = [block.half().cuda().eval().requires_grad_(False) for block in blocks]
-    kind = kinds_of([describe(block) for block in blocks])[0]
-    inputs: list[torch.Tensor] = []
-    given = (torch.zeros(size, dtype=torch.half, device="cuda") for size in (shape, (shape[0], 48)))
-    spec = tree_spec.flatten((tuple(given), {}), inputs)
-    before = {module.__file__ for module in generated_code.all_modules()}
+def inputs(*shape):
+    return zeros(shape, (shape[0], 48))
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Of a narrow block and a wide one of one kind: the graphs, as compiled and as loaded, and all their modules."""
+    blocks = [on_card(ResBlock(*widths), torch.half) for widths in ((64, 96), (128, 64))]
+    given, kind = inputs(2, 64, 24, 40), kind_of(*blocks)
     weights = [weight_slots(block, kind.weights).take() for block in blocks]
-    with torch.inference_mode():
-        graph = block_compiler.compile_block(template_of(blocks[0]), Call(kind, spec, weights[0], inputs), **how)
-    files = {module.__file__ for module in generated_code.all_modules()} - before
-    return graph, kind, weights, spec, "".join(Path(file).read_text() for file in files)
+    with torch.inference_mode(), generated_code.collected() as modules:
+        graph, _ = compiled(blocks[0], given, kind, backend="inductor")
+        loaded = saved_and_loaded(graph, blocks[0], given, kind)
+    return SimpleNamespace(graphs=(graph, loaded), weights=weights, modules=modules)
 
 
 def call(graph, weights, *shape):
-    given = [torch.zeros(size, dtype=torch.half, device="cuda") for size in (shape, (shape[0], 48))]
-    assert graph.accepts([*weights, *given])
+    tensors = [*weights, *inputs(*shape)]
+    assert graph.accepts(tensors)
     with torch.inference_mode():
-        return graph.run([*weights, *given])
+        return graph.run(tensors)
 
 
-def test_one_graph_of_our_kernels_serves_every_size_and_channels_and_is_saved():
-    blocks = [ResBlock(64, 96), ResBlock(128, 64)]
-    graph, kind, (narrow, wide), spec, source = compiled(blocks, 2, 64, 24, 40)
-    for ours, count in (("part_moments", 2), ("group_moments", 2), ("normalise", 2)):
-        assert source.count(f"    {ours}") >= count and f"def {ours}" in source
+def test_one_graph_of_our_kernels_serves_every_size_and_channels_and_is_saved(made):
+    (narrow, wide), source = made.weights, "".join(Path(module.__file__).read_text() for module in made.modules)
+    for ours in ("part_moments", "group_moments", "normalise"):
+        assert source.count(f"    {ours}") >= 2 and f"def {ours}" in source
     assert "_native_group_norm" not in source
     assert f"cc={os.environ.get('FAKECUDA_CC', 90)}," in source
-    loaded = block_compiler.load_block(template_of(blocks[0]), Call(kind, spec), graph.save(), graph.facts)
-    for each in (graph, loaded):
-        assert call(each, narrow, 1, 64, 5, 7).shape == (1, 96, 5, 7)
-        assert call(each, wide, 3, 128, 90, 64).shape == (3, 64, 90, 64)
+    for graph in made.graphs:
+        assert call(graph, narrow, 1, 64, 5, 7).shape == (1, 96, 5, 7)
+        assert call(graph, wide, 3, 128, 90, 64).shape == (3, 64, 90, 64)
 
 
-def test_our_kernels_are_launched_as_those_of_inductor_are_and_nothing_is_set_for_others():
+def test_our_kernels_are_launched_as_those_of_inductor_are_and_nothing_is_set_for_others(made):
     from torch._inductor import config
 
-    blocks = [ResBlock(64, 96), ResBlock(128, 64)]
-    before = set(generated_code.all_modules())
-    graph, kind, (narrow, _), spec, _ = compiled(blocks, 2, 64, 24, 40)
-    loaded = block_compiler.load_block(template_of(blocks[0]), Call(kind, spec), graph.save(), graph.facts)
-    for each in (graph, loaded):
-        call(each, narrow, 2, 64, 24, 40)
-    made = [vars(module).values() for module in set(generated_code.all_modules()) - before]
-    kernels = [value for values in made for value in values if type(value).__name__ == "CachingAutotuner"]
+    for graph in made.graphs:
+        call(graph, made.weights[0], 2, 64, 24, 40)
+    values = [value for module in made.modules for value in vars(module).values()]
+    kernels = [value for value in values if type(value).__name__ == "CachingAutotuner"]
     ways = {type(result).__name__ for kernel in kernels for result in kernel.compile_results}
     assert len(kernels) > 16 and ways == {"StaticTritonCompileResult"}
     assert not config.static_launch_user_defined_triton_kernels

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfy_accel.accel.compile import block_compiler, generated_code
+from comfy_accel.accel.compile import generated_code
 from comfy_accel.accel.core import torch_internals
-from comfy_accel.accel.fingerprint.block_call import Call
-from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
-from comfy_accel.accel.signature import tree_spec
+from kit.block_graphs import compiled, on_card, zeros
 from kit.interpreted import GraphCall, computed
 
 
@@ -64,20 +62,13 @@ class Attended(torch.nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-def compiled(block, *shapes, dtype=torch.half):
-    """The graph of the block for tensors of these shapes, its weights, and its source."""
-    block = block.to(dtype).cuda().requires_grad_(False)
-    (kind,) = kinds_of([describe(block)])
-    inputs: list[torch.Tensor] = []
-    given = tuple(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
-    spec = tree_spec.flatten((given, {}), inputs)
-    weights = weight_slots(block, kind.weights).take()
-    before = {module.__file__ for module in generated_code.all_modules()}
-    with torch.inference_mode():
-        graph = block_compiler.compile_block(template_of(block), Call(kind, spec, weights, inputs), savable=False)
-    files = {module.__file__ for module in generated_code.all_modules()} - before
-    (file,) = (file for file in files if "def call(" in Path(file).read_text())
-    return graph, weights, file
+def made(block, *shapes, dtype=torch.half):
+    """The graph of the block for tensors of these shapes, its weights, and the file of its source."""
+    block = on_card(block, dtype)
+    with torch.inference_mode(), generated_code.collected() as modules:
+        graph, weights = compiled(block, zeros(*shapes, dtype=dtype), backend="inductor", savable=False)
+    (file,) = (module.__file__ for module in modules if hasattr(module, "call"))
+    return graph, weights.take(), file
 
 
 def types(file):
@@ -94,7 +85,7 @@ def joined():
     """Compiled as on Windows."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(generated_code, "sys", SimpleNamespace(platform="win32", modules=sys.modules))
-        return compiled(Joined(), (2, 7, 24), (2, 30, 24), (2, 24), dtype=torch.float32)
+        return made(Joined(), (2, 7, 24), (2, 30, 24), (2, 24), dtype=torch.float32)
 
 
 def test_kernels_have_names_whose_files_windows_can_open(joined):
@@ -110,18 +101,18 @@ SMALL, LARGE = (2, 64, 30, 40), (2, 64, 4096, 4100)
 
 
 def test_sizes_whose_products_fit_32_bits_have_them_and_others_another_graph():
-    graph, weights, file = compiled(Scaled(), SMALL)
+    graph, weights, file = made(Scaled(), SMALL)
     assert types(file) == {"ks0": "i32", "ks1": "i64"}  # the inverse
     assert f"cc={os.environ.get('FAKECUDA_CC', 90)}," in Path(file).read_text()
     assert accepts(graph, weights, 3, 64, 2000, 3000)
     assert not accepts(graph, weights, *LARGE)
-    graph, weights, file = compiled(Scaled(), LARGE)
+    graph, weights, file = made(Scaled(), LARGE)
     assert types(file) == {"ks0": "i64"}
     assert accepts(graph, weights, *LARGE)
 
 
 def test_product_of_sizes_has_64_bits():
-    assert set(types(compiled(Counted(), SMALL)[2]).values()) == {"i64"}
+    assert set(types(made(Counted(), SMALL)[2]).values()) == {"i64"}
 
 
 def test_indices_are_divided_without_divisions_and_rightly(joined):
@@ -144,7 +135,7 @@ def test_indices_are_divided_without_divisions_and_rightly(joined):
 def test_width_of_a_head_is_divided_before_the_kernel_runs():
     """Our function takes no number that is known: Triton refuses such a kernel."""
     block = Rotated()
-    graph, weights, file = compiled(block, (2, 7, 64), (2, 7, 4, 1), dtype=torch.float32)
+    graph, weights, file = made(block, (2, 7, 64), (2, 7, 4, 1), dtype=torch.float32)
     code = Path(file).read_text()
     assert "divided0(" in code and not re.search(r"64(, 1, ks| // ks)", code)
     assert set(types(file).values()) == {"i32", "i64"}  # the inverse
@@ -157,11 +148,11 @@ def test_width_of_a_head_is_divided_before_the_kernel_runs():
 
 
 def test_result_of_attention_is_not_copied():
-    code = Path(compiled(Attended(), (2, 4, 7, 64), (2, 4, 30, 64))[2]).read_text()
+    code = Path(made(Attended(), (2, 4, 7, 64), (2, 4, 30, 64))[2]).read_text()
     _, after = code.split("aten._scaled_dot_product_flash_attention.default(")
     assert "triton" not in after.partition("return (")[0]
 
 
 def test_torch_that_lacks_a_name_compiles_with_64_bits(monkeypatch):
     monkeypatch.setattr(torch_internals, "NARROW_SIZES", (torch_internals.Internal("torch", "gone", "2.7", "."),))
-    assert types(compiled(Scaled(), (3, 64, 30, 50))[2]) == {"ks0": "i64"}
+    assert types(made(Scaled(), (3, 64, 30, 50))[2]) == {"ks0": "i64"}

@@ -28,18 +28,14 @@ def tree(tmp_path):
     return folder
 
 
-def with_comfyui(tree, scenario, **options):
-    """What `scenario`, given a running ComfyUI, comes to."""
-
-    async def run():
-        comfyui = ComfyUI(tree, tree.parent / "work", **options)
-        try:
-            await comfyui.start(timeout=60)
-            return await scenario(comfyui)
-        finally:
-            await comfyui.stop()
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def running(tree, **options):
+    comfyui = ComfyUI(tree, tree.parent / "work", **options)
+    try:
+        await comfyui.start(timeout=60)
+        yield comfyui
+    finally:
+        await comfyui.stop()
 
 
 async def events(comfyui, what, prompt_id="id"):
@@ -56,8 +52,9 @@ def runs(pid):
     return False
 
 
-def test_prompts_own_messages_are_given_in_order_and_its_history_at_the_end(tree):
-    (kind, answer), *messages, (last, entry) = with_comfyui(tree, lambda comfyui: events(comfyui, "save"))
+async def test_prompts_own_messages_are_given_in_order_and_its_history_at_the_end(tree):
+    async with running(tree) as comfyui:
+        (kind, answer), *messages, (last, entry) = await events(comfyui, "save")
     assert kind == "accepted" and answer["prompt_id"] == "id"
     said = [value if isinstance(value, bytes) else json.loads(value)["type"] for _, value in messages]
     assert said == ["execution_start", b"preview", "accel", "executed", "execution_success"]
@@ -66,68 +63,59 @@ def test_prompts_own_messages_are_given_in_order_and_its_history_at_the_end(tree
     assert not (tree.parent / "work").exists()
 
 
-def test_refusal_is_handed_on_and_nothing_is_taken_back(tree):
-    async def scenario(comfyui):
-        return await events(comfyui, "refuse"), await comfyui.state()
-
-    (((kind, (status, answer)),), state) = with_comfyui(tree, scenario)
-    assert kind == "refused" and status == 400 and answer["error"]["message"] == "invalid"
-    assert state["taken_back"] == []
-
-
-def test_prompt_beyond_what_comfyui_checks_is_refused_in_words(tree):
-    ((kind, (status, answer)),) = with_comfyui(tree, lambda comfyui: events(comfyui, "break"))
-    assert kind == "refused" and status == 500
-    assert "cannot read the prompt: 500 Internal Server Error" in answer["error"]["message"]
+async def test_refusal_is_handed_on_in_words_and_nothing_is_taken_back(tree):
+    async with running(tree) as comfyui:
+        ((kind, (status, answer)),) = await events(comfyui, "refuse")
+        assert kind == "refused" and status == 400 and answer["error"]["message"] == "invalid"
+        ((kind, (status, answer)),) = await events(comfyui, "break")  # beyond what ComfyUI checks
+        assert kind == "refused" and status == 500
+        assert "cannot read the prompt: 500 Internal Server Error" in answer["error"]["message"]
+        assert (await comfyui.state())["taken_back"] == []
 
 
-def test_prompt_that_ended_without_a_word_is_found_in_the_history(tree, monkeypatch):
+async def test_prompt_that_ended_without_a_word_is_found_in_the_history(tree, monkeypatch):
     monkeypatch.setattr(comfyui_process, "_SILENCE", 0.3)
-    assert with_comfyui(tree, lambda comfyui: events(comfyui, "silent"))[-1][0] == "history"
+    async with running(tree) as comfyui:
+        assert (await events(comfyui, "silent"))[-1][0] == "history"
 
 
-def test_prompt_that_is_followed_no_more_is_taken_back(tree):
-    async def scenario(comfyui):
-        async with contextlib.aclosing(comfyui.run("id", {"prompt": {"do": "hang"}})) as running:
-            async for kind, _ in running:
+async def test_prompt_that_is_followed_no_more_is_taken_back(tree):
+    async with running(tree) as comfyui:
+        async with contextlib.aclosing(comfyui.run("id", {"prompt": {"do": "hang"}})) as events:
+            async for kind, _ in events:
                 if kind == "message":
                     break
-        return await comfyui.state()
-
-    assert with_comfyui(tree, scenario)["taken_back"] == [{"delete": ["id"]}, {"prompt_id": "id"}]
+        assert (await comfyui.state())["taken_back"] == [{"delete": ["id"]}, {"prompt_id": "id"}]
 
 
-def test_comfyui_that_ends_under_a_prompt_is_gone(tree):
-    async def scenario(comfyui):
+async def test_comfyui_that_ends_under_a_prompt_is_gone(tree):
+    async with running(tree) as comfyui:
         with pytest.raises(Gone):
             await events(comfyui, "die")
         for _ in range(100):
             if comfyui.ended:
-                return True
+                break
             await asyncio.sleep(0.05)
-
-    assert with_comfyui(tree, scenario)
-
-
-def test_request_that_was_taken_is_told_from_one_that_nobody_took():
-    async def scenario():
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        address = "http://{}:{}".format(*server.sockets[0].getsockname())
-        async with server, aiohttp.ClientSession() as session:
-            with pytest.raises(Gone) as taken:
-                await comfyui_process.ask(session, address, "POST", "/upload/image", raw=b"image")
-        async with aiohttp.ClientSession() as session:
-            with pytest.raises(NotReached):
-                await comfyui_process.ask(session, address, "POST", "/upload/image", raw=b"image")
-        return taken.type
-
-    assert asyncio.run(scenario()) is Gone
+        assert comfyui.ended
 
 
-def test_comfyui_that_does_not_start_says_why(tree):
+async def test_request_that_was_taken_is_told_from_one_that_nobody_took():
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    address = "http://{}:{}".format(*server.sockets[0].getsockname())
+    async with server, aiohttp.ClientSession() as session:
+        with pytest.raises(Gone) as taken:
+            await comfyui_process.ask(session, address, "POST", "/upload/image", raw=b"image")
+    assert taken.type is Gone
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(NotReached):
+            await comfyui_process.ask(session, address, "POST", "/upload/image", raw=b"image")
+
+
+async def test_comfyui_that_does_not_start_says_why(tree):
     (tree / "main.py").write_text("raise SystemExit('no such model')")
     with pytest.raises(Gone, match="no such model"):
-        with_comfyui(tree, lambda comfyui: events(comfyui, "save"))
+        async with running(tree):
+            pass
 
 
 PARENT = """

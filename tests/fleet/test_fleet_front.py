@@ -19,6 +19,13 @@ from fleet.results import Results
 
 GRAPH = {"1": {"class_type": "A", "inputs": {}}}
 
+DONE, ENDED = ("done", {"met": None}), None
+"""What a run says last; the second is no pair, so it raises, as the run of a replica that ended does."""
+
+
+def started(prompt_id):
+    return "message", json.dumps({"type": "execution_start", "data": {"prompt_id": prompt_id}})
+
 
 class Run:
     """What a replica tells of one prompt: the front waits for each event until the test says it."""
@@ -75,9 +82,8 @@ class Fleet:
         """A task that posts a prompt, once its run has begun and was told what is `said`. more: of the body."""
         body = json.dumps({"prompt": GRAPH, "prompt_id": prompt_id, **more}).encode()
         posting = asyncio.create_task(self.request("POST", "/prompt", body))
-        run = await self.begun(prompt_id)
-        for event in said:
-            run.said.put_nowait(event)
+        await self.begun(prompt_id)
+        self.tell(prompt_id, *said)
         return posting
 
     async def begun(self, prompt_id="id"):
@@ -85,6 +91,20 @@ class Fleet:
         while prompt_id not in self.runs:
             await asyncio.sleep(0)
         return self.runs[prompt_id]
+
+    def tell(self, prompt_id, *events):
+        """Let the prompt's run say these."""
+        for event in events:
+            self.runs[prompt_id].said.put_nowait(event)
+
+    async def idle(self):
+        """No prompt is left."""
+        while self.front._prompts:
+            await asyncio.sleep(0.01)
+
+    async def told(self):
+        """What the front says of its replicas and prompts."""
+        return json.loads((await self.front._get_state(None)).body)
 
     async def request(self, method, path, body=b"", parts=1, query=b"", headers=()):
         """(status, JSON or None) of the answer. path: decoded, as servers give it. parts: how often the body comes."""
@@ -104,19 +124,14 @@ class Fleet:
         return answer[0]["status"], json.loads(text) if text.startswith(b"{") else None
 
 
-def with_fleet(tmp_path, scenario):
-    async def run():
-        return await asyncio.wait_for(scenario(Fleet(tmp_path)), 30)
-
-    return asyncio.run(run())
+@pytest.fixture
+def fleet(tmp_path):
+    return Fleet(tmp_path)
 
 
 @pytest.mark.parametrize("path", ["/models/../manager/reboot", "/api/object_info/../history", "/view_metadata/a/.."])
-def test_path_that_leads_to_another_route_is_not_asked(tmp_path, path):
-    async def scenario(fleet):
-        return await fleet.request("GET", path), fleet.asked
-
-    assert with_fleet(tmp_path, scenario) == ((404, None), [])
+async def test_path_that_leads_to_another_route_is_not_asked(fleet, path):
+    assert await fleet.request("GET", path) == (404, None) and fleet.asked == []
 
 
 @pytest.mark.parametrize(
@@ -128,76 +143,60 @@ def test_path_that_leads_to_another_route_is_not_asked(tmp_path, path):
         ("/view", b"type=input&filename=a.png", "/view?type=input&filename=a.png"),
     ],
 )
-def test_path_is_quoted_again_for_the_replica(tmp_path, path, query, asked):
-    async def scenario(fleet):
-        return await fleet.request("GET", path, query=query), fleet.asked
-
-    assert with_fleet(tmp_path, scenario) == ((200, {}), [("GET", asked, None)])
+async def test_path_is_quoted_again_for_the_replica(fleet, path, query, asked):
+    assert await fleet.request("GET", path, query=query) == (200, {})
+    assert fleet.asked == [("GET", asked, None)]
 
 
 @pytest.mark.parametrize("said", [(), ("ended",), ("ended", "a")], ids=["nothing", "one that ended", "two"])
-def test_upload_waits_for_no_prompt(tmp_path, said):
+async def test_upload_waits_for_no_prompt(fleet, said):
     """said: replicas that were heard of before; the prompt says of its own when it begins."""
-
-    async def scenario(fleet):
-        for name in said:
-            fleet.front._states.heard({"replica": name})
-        posting = await fleet.post()
-        uploading = asyncio.create_task(fleet.request("POST", "/upload/image", b"image"))
-        fleet.runs["id"].said.put_nowait(("replica", {"replica": "a"}))
-        fleet.runs["id"].said.put_nowait(("accepted", {}))
-        await posting
-        uploaded = await asyncio.wait_for(uploading, 10)
-        fleet.runs["id"].said.put_nowait(("done", {"met": None}))
-        return uploaded, fleet.asked
-
-    assert with_fleet(tmp_path, scenario) == ((200, {}), [("POST", "/upload/image", b"image")])
+    for name in said:
+        fleet.front._states.heard({"replica": name})
+    posting = await fleet.post()
+    uploading = asyncio.create_task(fleet.request("POST", "/upload/image", b"image"))
+    fleet.tell("id", ("replica", {"replica": "a"}), ("accepted", {}))
+    await posting
+    assert await asyncio.wait_for(uploading, 10) == (200, {})
+    assert fleet.asked == [("POST", "/upload/image", b"image")]
+    fleet.tell("id", DONE)
 
 
 @pytest.mark.parametrize("path", ["/upload/image", "/prompt"])
-def test_request_is_read_up_to_a_limit(tmp_path, monkeypatch, path):
+async def test_request_is_read_up_to_a_limit(fleet, monkeypatch, path):
     monkeypatch.setattr(fleet_http, "LARGEST_BODY", 100)
+    assert (await fleet.request("POST", path, b" " * 60, parts=2))[0] == 413 and fleet.asked == []
 
-    async def scenario(fleet):
-        return await fleet.request("POST", path, b" " * 60, parts=2), fleet.asked
 
-    (status, _), asked = with_fleet(tmp_path, scenario)
-    assert status == 413 and asked == []
+NESTED = {"1": {"class_type": "A", "inputs": {"x": json.loads("[" * 300 + "]" * 300)}}}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/prompt", {"prompt": GRAPH, "extra_data": "text"}, 400),
+        ("/prompt", {"prompt": NESTED}, 400),  # deeper than it can be shown again
         ("/queue", {"delete": None}, 200),
         ("/history", {"delete": 5}, 200),
         ("/interrupt", {"prompt_id": ["id"]}, 200),
     ],
 )
-def test_value_of_another_type_breaks_nothing(tmp_path, path, body, status):
-    async def scenario(fleet):
-        return (await fleet.request("POST", path, json.dumps(body).encode()))[0], fleet.runs
-
-    assert with_fleet(tmp_path, scenario) == (status, {})
+async def test_value_of_another_type_or_depth_breaks_nothing(fleet, path, body, status):
+    assert (await fleet.request("POST", path, json.dumps(body).encode()))[0] == status and fleet.runs == {}
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\ud800": [NaN]}'])
-def test_value_that_json_has_no_word_for_leaves_queue_and_history_readable(tmp_path, value):
-    async def scenario(fleet):
-        asked = '{"prompt": {"1": {"class_type": "A", "inputs": {"x": VALUE}}}, "prompt_id": "id"}'
-        asked = asked.replace("VALUE", value)
-        posting = asyncio.create_task(fleet.request("POST", "/prompt", asked.encode()))
-        (await fleet.begun()).said.put_nowait(("accepted", {}))
-        assert (await posting)[0] == 200
-        queue = await fleet.request("GET", "/queue")
-        entry = {"prompt": fleet.front._prompts["id"].queued(), "outputs": {"1": {"text": [json.loads(value)]}}}
-        Results(tmp_path).publish("id", entry, {})
-        fleet.runs["id"].said.put_nowait(("done", {"met": None}))
-        while fleet.front._prompts:
-            await asyncio.sleep(0)
-        return queue, await fleet.request("GET", "/history"), await fleet.request("GET", "/history/id")
-
-    (queued, queue), (listed, history), (shown, one) = with_fleet(tmp_path, scenario)
+async def test_value_that_json_has_no_word_for_leaves_queue_and_history_readable(fleet, tmp_path, value):
+    asked = '{"prompt": {"1": {"class_type": "A", "inputs": {"x": VALUE}}}, "prompt_id": "id"}'
+    posting = asyncio.create_task(fleet.request("POST", "/prompt", asked.replace("VALUE", value).encode()))
+    (await fleet.begun()).said.put_nowait(("accepted", {}))
+    assert (await posting)[0] == 200
+    queued, queue = await fleet.request("GET", "/queue")
+    entry = {"prompt": fleet.front._prompts["id"].queued(), "outputs": {"1": {"text": [json.loads(value)]}}}
+    Results(tmp_path).publish("id", entry, {})
+    fleet.tell("id", DONE)
+    await fleet.idle()
+    (listed, history), (shown, one) = [await fleet.request("GET", path) for path in ("/history", "/history/id")]
     assert queued == listed == shown == 200 and history == one
     read = one["id"]["outputs"]["1"]["text"][0]
     assert queue["queue_pending"][0][2]["1"]["inputs"]["x"] == read
@@ -205,43 +204,24 @@ def test_value_that_json_has_no_word_for_leaves_queue_and_history_readable(tmp_p
 
 
 @pytest.mark.parametrize("count", [b"9" * 5000, b"-1", b"x", b"%d9%a3"], ids=["5000 digits", "less", "word", "arabic"])
-def test_any_number_of_items_may_be_asked_for(tmp_path, count):
-    async def scenario(fleet):
-        return await fleet.request("GET", "/history", query=b"max_items=" + count)
-
-    assert with_fleet(tmp_path, scenario) == (200, {})
+async def test_any_number_of_items_may_be_asked_for(fleet, count):
+    assert await fleet.request("GET", "/history", query=b"max_items=" + count) == (200, {})
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/object_info"), ("POST", "/upload/image")])
-def test_question_is_answered_in_words_while_no_replica_tells_its_state(tmp_path, method, path):
-    async def scenario(fleet):
-        fleet.silent = True
-        return await fleet.request(method, path, b"image")
-
-    status, answer = with_fleet(tmp_path, scenario)
+async def test_question_is_answered_in_words_while_no_replica_tells_its_state(fleet, method, path):
+    fleet.silent = True
+    status, answer = await fleet.request(method, path, b"image")
     assert status == 503 and answer["error"]["message"].startswith("No ComfyUI answers.")
 
 
-def test_upload_that_ends_comfyuis_is_tried_on_one_other_at_most(tmp_path):
-    async def scenario(fleet):
-        fleet.front._states.most = 4
-        for name in ("a", "b", "c", "ended"):
-            fleet.front._states.heard({"replica": name})
-        answered = await fleet.request("POST", "/upload/image", b"kills")
-        return answered, fleet.asked
-
-    (status, answer), asked = with_fleet(tmp_path, scenario)
+async def test_upload_that_ends_comfyuis_is_tried_on_one_other_at_most(fleet):
+    fleet.front._states.most = 4
+    for name in ("a", "b", "c", "ended"):
+        fleet.front._states.heard({"replica": name})
+    status, answer = await fleet.request("POST", "/upload/image", b"kills")
     assert status == 502 and "2 ComfyUIs ended" in answer["error"]["message"]
-    assert len(asked) == 2
-
-
-def test_prompt_is_nested_no_deeper_than_it_can_be_shown_again(tmp_path):
-    async def scenario(fleet):
-        deep = "[" * 300 + "]" * 300
-        asked = '{"prompt": {"1": {"class_type": "A", "inputs": {"x": DEEP}}}}'.replace("DEEP", deep)
-        return (await fleet.request("POST", "/prompt", asked.encode()))[0], fleet.runs
-
-    assert with_fleet(tmp_path, scenario) == (400, {})
+    assert len(fleet.asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -257,32 +237,24 @@ def test_prompt_is_nested_no_deeper_than_it_can_be_shown_again(tmp_path):
         ({}, 200),
     ],
 )
-def test_request_of_another_sites_page_is_refused(tmp_path, headers, status):
-    async def scenario(fleet):
-        given = [(name.encode(), value.encode()) for name, value in headers.items()]
-        return (await fleet.request("GET", "/queue", headers=given))[0]
-
-    assert with_fleet(tmp_path, scenario) == status
+async def test_request_of_another_sites_page_is_refused(fleet, headers, status):
+    given = [(name.encode(), value.encode()) for name, value in headers.items()]
+    assert (await fleet.request("GET", "/queue", headers=given))[0] == status
 
 
-def test_prompt_is_pending_and_may_be_deleted_until_its_replica_has_begun_it(tmp_path):
-    async def scenario(fleet):
-        for prompt_id in ("runs", "waits"):
-            posting = await fleet.post(prompt_id, ("accepted", {}))
-            assert (await posting)[0] == 200
-        started = json.dumps({"type": "execution_start", "data": {"prompt_id": "runs"}})
-        fleet.runs["runs"].said.put_nowait(("message", started))
-        await asyncio.sleep(0.01)
-        _, queue = await fleet.request("GET", "/queue")
-        await fleet.request("POST", "/queue", json.dumps({"delete": ["runs", "waits"]}).encode())
-        await asyncio.sleep(0.01)
-        fleet.runs["runs"].said.put_nowait(("done", {"met": None}))
-        return queue, {prompt_id: run.is_cancelled for prompt_id, run in fleet.runs.items()}
-
-    queue, cancelled = with_fleet(tmp_path, scenario)
+async def test_prompt_is_pending_and_may_be_deleted_until_its_replica_has_begun_it(fleet):
+    for prompt_id in ("runs", "waits"):
+        posting = await fleet.post(prompt_id, ("accepted", {}))
+        assert (await posting)[0] == 200
+    fleet.tell("runs", started("runs"))
+    await asyncio.sleep(0.01)
+    _, queue = await fleet.request("GET", "/queue")
+    await fleet.request("POST", "/queue", json.dumps({"delete": ["runs", "waits"]}).encode())
+    await asyncio.sleep(0.01)
+    fleet.tell("runs", DONE)
     assert [item[1] for item in queue["queue_running"]] == ["runs"]
     assert [item[1] for item in queue["queue_pending"]] == ["waits"]
-    assert cancelled == {"runs": False, "waits": True}
+    assert {prompt_id: run.is_cancelled for prompt_id, run in fleet.runs.items()} == {"runs": False, "waits": True}
 
 
 def test_state_is_of_the_replicas_that_there_are():
@@ -297,92 +269,74 @@ def test_state_is_of_the_replicas_that_there_are():
     assert [state["replica"] for state in states.known] == ["c"]
 
 
-def test_replica_that_ended_under_a_prompt_has_no_state(tmp_path):
-    async def scenario(fleet):
-        posting = await fleet.post()
-        for replica in "ab":
-            run = await fleet.begun()
-            del fleet.runs["id"]
-            run.said.put_nowait(("replica", {"replica": replica, "pid": 1}))
-            run.said.put_nowait(("accepted", {}))
-            if replica == "a":
-                run.said.put_nowait(None)  # no pair, so it raises, as a replica that ended does
-        await posting
-        run.said.put_nowait(("done", {"met": None}))
-        await asyncio.sleep(0.01)
-        return json.loads((await fleet.front._get_state(None)).body)
-
-    state = with_fleet(tmp_path, scenario)
+async def test_replica_that_ended_under_a_prompt_has_no_state(fleet):
+    posting = await fleet.post()
+    for replica in "ab":
+        run = await fleet.begun()
+        del fleet.runs["id"]
+        ends = [ENDED] if replica == "a" else [DONE]
+        for event in (("replica", {"replica": replica, "pid": 1}), ("accepted", {}), *ends):
+            run.said.put_nowait(event)
+    await posting
+    await asyncio.sleep(0.01)
+    state = await fleet.told()
     assert [replica["replica"] for replica in state["replicas"]] == ["b"]
     assert state["prompts"]["runs"] == 2 and state["prompts"]["answered"] == 1
 
 
 @pytest.mark.parametrize(("ended", "is_answered"), [(4, True), (5, True), (6, False)])
-def test_prompt_is_not_blamed_for_replicas_that_ended_before_they_saw_it(tmp_path, monkeypatch, ended, is_answered):
+async def test_prompt_is_not_blamed_for_replicas_that_ended_before_they_saw_it(fleet, monkeypatch, ended, is_answered):
     """Of the attempts that count, it has two all the same."""
     monkeypatch.setattr("fleet.front._PAUSE", 0)
-
-    async def scenario(fleet):
-        posting = await fleet.post()
-        for number in range(ended + 1):
-            for _ in range(50):
-                await asyncio.sleep(0)
-            run = fleet.runs.pop("id", None)
-            if run is None:
-                break
-            said = [("replica", {"replica": str(number), "pid": 1})]
-            said += [("sent", None), ("accepted", {}), ("done", {"met": None})] if number == ended else [None]
-            for event in said:
-                run.said.put_nowait(event)
-        await posting
-        await asyncio.sleep(0.01)
-        return json.loads((await fleet.front._get_state(None)).body)["prompts"]
-
-    prompts = with_fleet(tmp_path, scenario)
+    posting = await fleet.post()
+    for number in range(ended + 1):
+        for _ in range(50):
+            await asyncio.sleep(0)
+        run = fleet.runs.pop("id", None)
+        if run is None:
+            break
+        said = [("sent", None), ("accepted", {}), DONE] if number == ended else [ENDED]
+        for event in (("replica", {"replica": str(number), "pid": 1}), *said):
+            run.said.put_nowait(event)
+    await posting
+    await asyncio.sleep(0.01)
+    prompts = (await fleet.told())["prompts"]
     assert (prompts.get("answered", 0), prompts.get("failed", 0)) == (is_answered, not is_answered)
 
 
-def test_prompt_that_is_interrupted_has_a_history_and_its_replica_a_state(tmp_path):
-    async def scenario(fleet):
-        await (await fleet.post("id", ("replica", {"replica": "a", "pid": 1}), ("accepted", {})))
-        run = fleet.runs["id"]
-        run.said.put_nowait(("message", json.dumps({"type": "execution_start", "data": {"prompt_id": "id"}})))
-        await asyncio.sleep(0.01)
-        await fleet.request("POST", "/interrupt", json.dumps({"prompt_id": "id"}).encode())
-        assert run.is_cancelled
-        run.said.put_nowait(None)  # it raises, as a run that was cancelled does
-        while fleet.front._prompts:
-            await asyncio.sleep(0.01)
-        _, history = await fleet.request("GET", "/history/id")
-        return history["id"], json.loads((await fleet.front._get_state(None)).body)
-
-    entry, state = with_fleet(tmp_path, scenario)
-    assert entry["status"]["messages"][-1][0] == "execution_interrupted"
+async def test_prompt_that_is_interrupted_has_a_history_and_its_replica_a_state(fleet):
+    await (await fleet.post("id", ("replica", {"replica": "a", "pid": 1}), ("accepted", {})))
+    fleet.tell("id", started("id"))
+    await asyncio.sleep(0.01)
+    await fleet.request("POST", "/interrupt", json.dumps({"prompt_id": "id"}).encode())
+    assert fleet.runs["id"].is_cancelled
+    fleet.tell("id", ENDED)  # as a run that was cancelled does
+    await fleet.idle()
+    _, history = await fleet.request("GET", "/history/id")
+    state = await fleet.told()
+    assert history["id"]["status"]["messages"][-1][0] == "execution_interrupted"
     assert [replica["replica"] for replica in state["replicas"]] == ["a"]
     assert state["prompts"]["interrupted"] == 1 and state["prompts"]["runs"] == 1
 
 
-def test_secrets_of_a_prompt_are_in_neither_queue_nor_history(tmp_path):
-    async def scenario(fleet):
-        extra = {"api_key_comfy_org": "secret", "auth_token_comfy_org": "secret", "extra_pnginfo": {"workflow": 1}}
-        posting = await fleet.post("id", client_id="page", extra_data=extra)
-        _, queue = await fleet.request("GET", "/queue")
-        for _ in range(2):  # both replicas end under it
-            run = await fleet.begun()
-            del fleet.runs["id"]
-            run.said.put_nowait(("sent", None))
-            run.said.put_nowait(None)
-        await posting
-        while fleet.front._prompts:
-            await asyncio.sleep(0.01)
-        return queue["queue_pending"][0], (await fleet.request("GET", "/history/id"))[1]["id"]["prompt"]
-
-    for item in with_fleet(tmp_path, scenario):
+async def test_secrets_of_a_prompt_are_in_neither_queue_nor_history(fleet):
+    extra = {"api_key_comfy_org": "secret", "auth_token_comfy_org": "secret", "extra_pnginfo": {"workflow": 1}}
+    posting = await fleet.post("id", client_id="page", extra_data=extra)
+    _, queue = await fleet.request("GET", "/queue")
+    for _ in range(2):  # both replicas end under it
+        run = await fleet.begun()
+        del fleet.runs["id"]
+        run.said.put_nowait(("sent", None))
+        run.said.put_nowait(ENDED)
+    await posting
+    await fleet.idle()
+    _, history = await fleet.request("GET", "/history/id")
+    for item in (queue["queue_pending"][0], history["id"]["prompt"]):
         assert item[3] == {"extra_pnginfo": {"workflow": 1}, "client_id": "page"}
 
 
 @pytest.mark.parametrize("status", ["DELETING", "gone", "RUNNING"])
-def test_open_websocket_is_closed_when_the_fleet_ends_and_what_runs_is_finished(tmp_path, monkeypatch, status):
+async def test_open_websocket_is_closed_when_the_fleet_ends_and_what_runs_is_finished(fleet, monkeypatch, status):
     """Or Serve waits for it until drain_s is over."""
     applications = {} if status == "gone" else {"fleet": SimpleNamespace(status=status)}
     serve = SimpleNamespace(
@@ -396,20 +350,14 @@ def test_open_websocket_is_closed_when_the_fleet_ends_and_what_runs_is_finished(
     class Socket:
         async def close(self, code):
             closed.append(code)
-            fleet_sockets.clear()
+            fleet.front._sockets.clear()
 
-    async def scenario(fleet):
-        nonlocal fleet_sockets
-        fleet_sockets = fleet.front._sockets
-        fleet_sockets["page"] = Socket()
-        fleet.front._prompts["id"] = SimpleNamespace(running=True)
-        watching = asyncio.create_task(fleet.front._watch())
-        await asyncio.sleep(0.1)
-        assert closed == []
-        del fleet.front._prompts["id"]
-        await asyncio.sleep(0.2)
-        watching.cancel()
-
-    fleet_sockets = None
-    with_fleet(tmp_path, scenario)
+    fleet.front._sockets["page"] = Socket()
+    fleet.front._prompts["id"] = SimpleNamespace(running=True)
+    watching = asyncio.create_task(fleet.front._watch())
+    await asyncio.sleep(0.1)
+    assert closed == []
+    del fleet.front._prompts["id"]
+    await asyncio.sleep(0.2)
+    watching.cancel()
     assert closed == ([] if status == "RUNNING" else [1001])

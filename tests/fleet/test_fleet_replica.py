@@ -1,6 +1,5 @@
 """A fleet's replica, without Serve."""
 
-import asyncio
 import os
 from types import SimpleNamespace
 
@@ -31,7 +30,9 @@ def test_temporary_folder_that_is_somebody_elses_is_not_used(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("looks", [0, 3])
-def test_replica_whose_comfyui_ended_under_a_prompt_ends_before_the_front_hears_of_it(tmp_path, monkeypatch, looks):
+async def test_replica_whose_comfyui_ended_under_a_prompt_ends_before_the_front_hears_of_it(
+    tmp_path, monkeypatch, looks
+):
     """Or the front sends the prompt to it again. looks: after which the process is seen to have ended."""
 
     class Exited(BaseException):
@@ -67,9 +68,6 @@ def test_replica_whose_comfyui_ended_under_a_prompt_ends_before_the_front_hears_
         _keys=SimpleNamespace(met=met),
         _names={"replica": "a", "pid": 1},
     )
-
-    async def run():
-        return [event async for event in replica.run("id", "", {})]
-
     with pytest.raises(Exited):
-        asyncio.run(run())
+        async for _ in replica.run("id", "", {}):
+            pass

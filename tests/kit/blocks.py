@@ -1,7 +1,8 @@
 """Doubles that many unit tests share; no ComfyUI here.
 
-What is compiled (`Block`, `model_of`, `runner`), weights of a class of their own (`Wrapped`), why calls ran uncompiled
-(`reasons`), what a host raises (`Stop`), what is told meanwhile (`heard`), and Python in a process of its own.
+What is compiled (`Block`, `model_of`), what stands in for it in a run (`runner`, `runners`, `layers_of`), weights of a
+class of their own (`Wrapped`), other packs' functions (`of_a_pack`), why calls ran uncompiled (`reasons`), what a host
+raises (`Stop`), what is told meanwhile (`heard`), and Python in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.fingerprint.survey import survey
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,17 +43,53 @@ class Block(torch.nn.Module):
         return self.second(self.first(x))
 
 
-def model_of(*blocks: torch.nn.Module) -> torch.nn.Module:
+class Model(torch.nn.Module):
+    """Calls its blocks one after the other."""
+
+    def __init__(self, *blocks: torch.nn.Module):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def model_of(*blocks: torch.nn.Module) -> Model:
     """A model whose list of blocks these are."""
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(blocks)
-    return model.eval().requires_grad_(False)
+    return Model(*blocks)
+
+
+def eagerly(**settings: Any) -> CompileSettings:
+    """Settings under which graphs are traced, which takes no compiler."""
+    return CompileSettings(**{"backend": "eager", **settings})
 
 
 def runner(block: torch.nn.Module, cache: GraphCache | None = None, cls=BlockRunner, given=(), **settings: Any):
     """What stands in for a block in a run. given: further arguments of `cls`; settings: those of compiling."""
     region, *_ = survey(model_of(block)).regions
-    return cls(region, cache or GraphCache(), CompileSettings(**{"backend": "eager", **settings}), *given)
+    return cls(region, cache or GraphCache(), eagerly(**settings), *given)
+
+
+def runners(model: torch.nn.Module, cache: GraphCache, **settings: Any) -> dict[torch.nn.Module, BlockRunner]:
+    """What stands in for each block of a model in a run."""
+    return {region.block: BlockRunner(region, cache, eagerly(**settings)) for region in survey(model).regions}
+
+
+def layers_of(model: torch.nn.Module, cache: GraphCache, host: Host | None = None, **settings: Any):
+    """All that is put around a model and its blocks for a run, by module."""
+    made, host = eagerly(**settings), host or Host()
+    return compiled_layers(model, survey_model(model, made, host), made, host, cache)
+
+
+def of_a_pack(function: types.FunctionType, name: str = "a_pack") -> types.FunctionType:
+    """The function as another package has it."""
+    scope = {**function.__globals__, "__name__": name}
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    made.__module__ = name
+    return made
 
 
 def reasons() -> list[str]:

@@ -5,11 +5,8 @@ import dataclasses
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.fingerprint.survey import survey
-from kit.blocks import Block, model_of, runner
+from kit.blocks import Block, model_of, runner, runners
 from kit.thorough import thorough_except
 
 
@@ -94,12 +91,10 @@ class Ranged(Numbered):
 
 
 def run_all(blocks, cache, x):
-    runners = {}
-    for region in survey(model_of(*blocks)).regions:
-        runners[region.block] = BlockRunner(region, cache, CompileSettings(backend="eager"))
+    stand_ins = runners(model_of(*blocks), cache)
     for block in blocks:
         given, expected = {}, {}
-        torch.testing.assert_close(runners[block](block, x, given), block(x, expected), rtol=0, atol=0)
+        torch.testing.assert_close(stand_ins[block](block, x, given), block(x, expected), rtol=0, atol=0)
         assert given.keys() == expected.keys()
 
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
-from kit.blocks import in_new_process
-from kit.thorough import thorough_except
 from torch import nn
 
 
@@ -163,19 +161,6 @@ def test_annotations_are_no_code_that_a_call_runs():
             return {"number": int}
 
     assert digest(Annotated(number=1)) == digest(Annotated(number=5))
-
-
-# This process has an order of its own already.
-@pytest.mark.parametrize("seed", thorough_except(["1", "2"], "1"))
-def test_digest_is_the_same_in_every_process(seed):
-    """It is to name files: no address and no order of a set may be in it."""
-    script = (
-        "from torch import nn\n"
-        "from comfy_accel.accel.fingerprint.kinds import describe\n"
-        "print(describe(nn.TransformerEncoderLayer(8, 2)).digest)"
-    )
-    told = in_new_process(script, PYTHONHASHSEED=seed)
-    assert told.split()[-1] == describe(nn.TransformerEncoderLayer(8, 2)).digest
 
 
 class Scaled:

@@ -168,12 +168,16 @@ def replace_buffer(model):
     model.shift = torch.randn(8)
 
 
+def remove_bias(model):
+    model.blocks[1].bias = None
+
+
 def move_all(model):
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
-@pytest.mark.parametrize("change", [replace_weight, swap_data, replace_buffer, move_all])
+@pytest.mark.parametrize("change", [replace_weight, swap_data, replace_buffer, remove_bias, move_all])
 @pytest.mark.parametrize("when", ["between runs", "within a run"])
 def test_moved_weights_drop_the_capture_and_the_next_call_makes_one(change, when):
     model, (cache, capturer) = Toy(), capturing_cache()

@@ -1,18 +1,15 @@
 """Linear layers of weights that nothing explains: the blocks around them are compiled, and call them as they are."""
 
-import types
-
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from comfy_accel.accel.modules import host_calls
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
-from kit.blocks import model_of, reasons
+from kit.blocks import layers_of, model_of, of_a_pack, reasons
 from torch import nn
 
 WIDTH = 8
@@ -66,29 +63,29 @@ X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
 def both_ways(model, cache, x=X, backend="eager"):
     """(eager, compiled)"""
-    host, settings = Host(wraps=PeftLayers()), CompileSettings(backend=backend)
+    with torch.inference_mode():
+        eager = model(x.clone())
+        with substituted(layers_of(model, cache, Host(wraps=PeftLayers()), backend=backend), Order.COMPILED):
+            return eager, model(x.clone())
 
-    def run():
-        with torch.inference_mode():
-            out = x.clone()
-            for block in model.blocks:
-                out = block(out)
-            return out
 
-    eager = run()
-    layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
-    layers.pop(model)  # which is called through its blocks here
-    with substituted(layers, Order.COMPILED):
-        return eager, run()
+def check(model, cache=None, x=X):
+    """Both ways give the same."""
+    eager, compiled = both_ways(model, cache or GraphCache(), x)
+    assert torch.equal(compiled, eager)
 
 
 def test_blocks_are_compiled_around_layers_that_run_as_they_are():
-    cache, models = GraphCache(), [model_of(Block(seed), Block(seed + 1)) for seed in (0, 5)]
-    models[1].blocks[0].up.forward = lambda x: x * 3  # whatever is there is called
+    called, cache, models = [], GraphCache(), [model_of(Block(seed), Block(seed + 1)) for seed in (0, 5)]
+
+    def forward(x):
+        called.append(None)
+        return x * 3
+
+    models[1].blocks[0].up.forward = of_a_pack(forward)  # whatever is there is called, and once
     for model, x in zip((*models, models[0]), (X, torch.cat([X, X]), X[:1, :2]), strict=True):
-        eager, compiled = both_ways(model, cache, x)
-        assert torch.equal(compiled, eager)
-    assert cache.statistics()["compilations"] == 1 and reasons() == []
+        check(model, cache, x)
+    assert cache.statistics()["compilations"] == 1 and reasons() == [] and len(called) == 2
 
 
 @pytest.mark.parametrize("changes", [True, False])
@@ -99,33 +96,17 @@ def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(chang
         kept.append(x)
         return x.mul_(2) if changes else x * 2
 
-    forward = types.FunctionType(forward.__code__, {"__name__": "another_pack"}, "forward", None, forward.__closure__)
+    forward = of_a_pack(forward)
     forward.__module__ = __name__  # as a wrapper has taken it over from what it wraps
     for block in model.blocks:
         block.norm.forward = forward
-    eager, compiled = both_ways(model, GraphCache())
-    assert torch.equal(compiled, eager)
+    check(model)
     assert any("norm changes what it is given" in reason for reason in reasons()) == changes
     if not changes:
         values = kept[2:], [x.clone() for x in kept[2:]]
         assert len(kept) == 4
-        both_ways(model, GraphCache(), X + 1)
+        check(model, x=X + 1)
         assert all(map(torch.equal, *values))
-
-
-def test_others_forward_runs_once_in_a_call_where_nothing_explains_the_layers_weight_either():
-    called, model = [], model_of(Block(0), Block(1))
-
-    def forward(x):
-        called.append(None)
-        return x * 2
-
-    for block in model.blocks:
-        block.up.forward = types.FunctionType(forward.__code__, {}, "forward", None, forward.__closure__)
-        block.up.forward.__module__ = "another_pack"
-    eager, compiled = both_ways(model, GraphCache())
-    assert torch.equal(compiled, eager)
-    assert len(called) == 4 and reasons() == []
 
 
 class Told(Block):
@@ -148,11 +129,10 @@ def test_part_with_others_forward_is_given_a_hosts_options_with_tensors_of_infer
         return x * 2
 
     for block in model.blocks:
-        block.up.forward = types.FunctionType(forward.__code__, {}, "forward", None, forward.__closure__)
-        block.up.forward.__module__ = "another_pack"
-    settings, cache = CompileSettings(backend="eager"), GraphCache()
+        block.up.forward = of_a_pack(forward)
+    cache = GraphCache()
     host = Host(wraps=PeftLayers(), simplifier=lambda region: lambda named: {} if "sigmas" in named else named)
-    layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
+    layers = layers_of(model, cache, host)
     with torch.inference_mode():
         eager = [block(X, options) for block in model.blocks]
         with substituted({block: layers[block] for block in model.blocks}, Order.COMPILED):
@@ -188,8 +168,7 @@ def test_code_that_asks_something_of_a_part_with_others_forward_gets_what_the_pa
     model = model_of(Asking(0, asks), Asking(1, asks))
     for block in model.blocks:
         block.up.forward = lambda x: x * 2
-    eager, compiled = both_ways(model, GraphCache())
-    assert torch.equal(compiled, eager)
+    check(model)
     assert (reasons() == []) == (asks in ("class", "of its class"))
 
 
@@ -202,16 +181,16 @@ def test_part_of_a_class_that_has_no_other_below_it_is_called_as_it_is():
     for block in model.blocks:
         block.norm = Alone(WIDTH)
         block.norm.forward = lambda x: x * 2
-    eager, compiled = both_ways(model, GraphCache())
-    assert torch.equal(compiled, eager) and reasons() == []
+    check(model)
+    assert reasons() == []
 
 
 def test_part_that_calls_another_block_leaves_the_layers_of_its_own():
     model = model_of(Block(0), Block(1))
     first, second = model.blocks
     first.norm.forward = lambda x: second(x)
-    eager, compiled = both_ways(model, GraphCache())
-    assert torch.equal(compiled, eager) and reasons() == []
+    check(model)
+    assert reasons() == []
 
 
 @pytest.mark.parametrize("text", ["", "Ellipsis"])
@@ -223,8 +202,7 @@ def test_part_gets_the_same_tensor_twice_and_text_as_they_are_given(text):
     model, given = model_of(Twice(0), Twice(1)), []
     for block in model.blocks:
         block.norm.forward = lambda x, same, text: given.append((same is x, text)) or x * 2
-    eager, compiled = both_ways(model, GraphCache())
-    assert torch.equal(compiled, eager)
+    check(model)
     assert given == [(True, text)] * 4
 
 
@@ -233,15 +211,13 @@ def test_layer_that_gives_another_type_than_it_got_leaves_its_block_uncompiled()
         def forward(self, x):
             return x + self.down(self.up(self.norm(x)).to(x.dtype))
 
-    eager, compiled = both_ways(model_of(OfHalves(0, Halving), OfHalves(1, Halving)), GraphCache())
-    assert torch.equal(compiled, eager)
+    check(model_of(OfHalves(0, Halving), OfHalves(1, Halving)))
     assert all("up gives torch.float16 (2, 5, 8) for torch.float32 (2, 5, 8)" in reason for reason in reasons())
     assert reasons()
 
 
 def test_block_that_reads_such_a_weight_itself_runs_uncompiled_with_a_reason():
-    eager, compiled = both_ways(model_of(Reading(0), Reading(1)), GraphCache())
-    assert torch.equal(compiled, eager)
+    check(model_of(Reading(0), Reading(1)))
     (reason,) = reasons()
     assert "up" in reason and "reads weights of its parts" in reason
 

@@ -6,14 +6,13 @@ import types
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.graph_store import Saved
-from kit.blocks import Stop, model_of, reasons
+from kit.blocks import Stop, layers_of, model_of, of_a_pack, reasons
 from kit.compiled import graphs
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -29,17 +28,6 @@ class Block(torch.nn.Module):
 
     def forward(self, x):
         return self.second(self.first(self.norm(x)))
-
-
-class Model(torch.nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        self.blocks = model_of(Block(seed), Block(seed + 1)).blocks
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Store:
@@ -75,14 +63,11 @@ class Run:
     """A model's first block in one run, called as its model calls it. hook: another pack's, on a part of it."""
 
     def __init__(self, cache, seed=0, hook=None, **settings):
-        self.model = Model(seed).eval().requires_grad_(False)
+        self.model = model_of(Block(seed), Block(seed + 1))
         self.block, self.fail = self.model.blocks[0], raising()
         if hook is not None:
-            hook = types.FunctionType(hook.__code__, {"__name__": "pack"}, "hook", None, hook.__closure__)
-            self.block.norm.register_forward_hook(hook)
-        host, settings = Host(wraps=PeftLayers(), interrupts=(Stop,)), CompileSettings(backend="eager", **settings)
-        found = survey_model(self.model, settings, host)
-        self.layers = compiled_layers(self.model, found, settings, host, cache)
+            self.block.norm.register_forward_hook(of_a_pack(hook))
+        self.layers = layers_of(self.model, cache, Host(wraps=PeftLayers(), interrupts=(Stop,)), **settings)
         self.runner = self.layers[self.block]
 
     @torch.inference_mode()
@@ -245,18 +230,18 @@ def test_compiler_around_the_model_takes_its_blocks_and_costs_no_graph(breaks, c
     assert graphs() == before and cache.statistics()["graphs"] == 1
 
 
-@pytest.mark.parametrize("error", [NO_MEMORY, MemoryError(), RuntimeError("CUDA error: out of memory"), Stop()])
-def test_saved_graph_is_distrusted_for_no_trouble_of_the_machine(error):
-    check_loading(error, [])
-
-
-def test_saved_graph_is_distrusted_where_it_cannot_be_read_from_its_bytes_but_not_on_a_full_disk():
-    check_loading(OSError(errno.ENOSPC, "No space left on device"), [])
-    check_loading(OSError("cannot open shared object"), ["saved"])
-    check_loading(ValueError("bad magic number"), ["saved"])
-
-
-def check_loading(error, expected):
+@pytest.mark.parametrize(
+    ("error", "is_distrusted"),
+    [
+        *((error, False) for error in (NO_MEMORY, MemoryError(), RuntimeError("CUDA error: out of memory"), Stop())),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OSError("cannot open shared object"), True),
+        (ValueError("bad magic number"), True),
+    ],
+)
+def test_saved_graph_is_distrusted_where_its_bytes_cannot_be_read_and_for_no_trouble_of_the_machine(
+    error, is_distrusted
+):
     distrusted: set[str] = set()
     store = types.SimpleNamespace(stop_loading=distrusted.add, _unreadable=lambda error: error)
     saved = Saved(store, types.SimpleNamespace(stem="saved"), None, (Stop,))
@@ -266,4 +251,4 @@ def check_loading(error, expected):
             raise error
     except Stop:
         assert isinstance(error, Stop)
-    assert sorted(distrusted) == expected
+    assert distrusted == ({"saved"} if is_distrusted else set())

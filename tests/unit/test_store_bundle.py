@@ -37,11 +37,14 @@ def change(bundle, edit):
     bundle.write_bytes(b"".join([*content, store_bundle.END]))
 
 
-def test_trusted_bundle_is_loaded_on_another_machine(tmp_path, bundle, capsys):
+def test_trusted_bundle_is_loaded_on_another_machine_and_no_export_overwrites_it(tmp_path, bundle, capsys):
     assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 0
     assert load(store(tmp_path / "worker"), "a")[0] == b"code of a"
     assert load(store(tmp_path / "worker"), "b")[0] == b"code of b"
     assert "2 graphs imported" in capsys.readouterr().out
+    before = bundle.read_bytes()
+    assert run_command(tmp_path / "worker", "export", bundle) == 1
+    assert bundle.read_bytes() == before and "exists" in capsys.readouterr().err
 
 
 def in_manifest(old, new):
@@ -112,14 +115,11 @@ def test_every_flipped_bit_of_a_bundle_ends_in_a_sentence(tmp_path, capsys):
         assert capsys.readouterr().err.strip()
 
 
-def test_what_never_ends_is_refused_at_once(tmp_path, capsys):
+def test_what_never_ends_is_refused_at_once_and_a_sparse_file_does_not_fill_the_memory(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for endless in (tmp_path / "pipe", "/dev/zero"):
         assert run_command(tmp_path / "worker", "import", endless) == 1
         assert "not a regular file" in capsys.readouterr().err
-
-
-def test_sparse_file_does_not_fill_the_memory(tmp_path, capsys):
     for head, says in ((b"", "it is not a bundle"), (store_bundle.HEAD, "is damaged")):
         (tmp_path / "sparse").write_bytes(head)
         with open(tmp_path / "sparse", "r+b") as file:
@@ -128,26 +128,22 @@ def test_sparse_file_does_not_fill_the_memory(tmp_path, capsys):
         assert says in "".join(capsys.readouterr())
 
 
-def test_bundle_larger_than_the_store_may_be_is_refused(tmp_path, monkeypatch, capsys):
-    save(store(tmp_path / "builder"), data=bytes(3 << 20))
-    run_command(tmp_path / "builder", "export", tmp_path / "bundle")
-    monkeypatch.setenv(location.LIMIT_VARIABLE, "2")
-    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
-    assert "raise its limit first" in capsys.readouterr().err
-    assert not (tmp_path / "worker" / "graphs").exists()
-    monkeypatch.setenv(location.LIMIT_VARIABLE, "0")  # saves nothing, and that was not saving
-    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
-    assert load(store(tmp_path / "worker")) is not None
-
-
-def test_import_keeps_the_store_within_its_bytes(tmp_path, monkeypatch):
-    save(store(tmp_path / "builder"), "new", data=bytes(700 << 10))
-    run_command(tmp_path / "builder", "export", tmp_path / "bundle")
-    save(store(tmp_path / "worker"), "old", data=bytes(700 << 10))
+def test_store_stays_within_its_bytes_and_a_bundle_that_is_larger_is_refused(tmp_path, monkeypatch, capsys):
+    for name in ("old", "new"):
+        save(store(tmp_path / name), name, data=bytes(700 << 10))
+        run_command(tmp_path / name, "export", tmp_path / f"{name} bundle")
+    run_command(tmp_path / "worker", "import", tmp_path / "old bundle", "--trust")
     monkeypatch.setenv(location.LIMIT_VARIABLE, "1")
-    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
-    assert load(store(tmp_path / "worker"), "old") is None
-    assert load(store(tmp_path / "worker"), "new") is not None
+    assert run_command(tmp_path / "worker", "import", tmp_path / "new bundle", "--trust") == 0
+    assert [load(store(tmp_path / "worker"), name) is None for name in ("old", "new")] == [True, False]
+    save(store(tmp_path / "new"), data=bytes(700 << 10))
+    run_command(tmp_path / "new", "export", tmp_path / "large")
+    assert run_command(tmp_path / "another", "import", tmp_path / "large", "--trust") == 1
+    assert "raise its limit first" in capsys.readouterr().err
+    assert not (tmp_path / "another" / "graphs").exists()
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "0")  # saves nothing, and that was not saving
+    assert run_command(tmp_path / "another", "import", tmp_path / "large", "--trust") == 0
+    assert load(store(tmp_path / "another")) is not None
 
 
 def test_bundle_of_another_torch_is_a_miss_that_names_it(tmp_path, bundle):
@@ -157,13 +153,6 @@ def test_bundle_of_another_torch_is_a_miss_that_names_it(tmp_path, bundle):
     worker = store(tmp_path / "worker")
     assert load(worker, "a") is None
     assert reasons(worker)[0].startswith("saved with another torch (2.99.0 ")
-
-
-def test_export_never_overwrites(tmp_path, bundle, capsys):
-    before = bundle.read_bytes()
-    assert run_command(tmp_path / "builder", "export", bundle) == 1
-    assert bundle.read_bytes() == before
-    assert "exists" in capsys.readouterr().err
 
 
 def test_export_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):

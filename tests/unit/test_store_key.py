@@ -37,15 +37,23 @@ def test_another_environment_is_a_miss_that_names_it(tmp_path, monkeypatch, fiel
     assert reasons(here)[0].startswith(f"saved with another {field} (other; here it is ")
 
 
+@pytest.fixture
+def asked_anew():
+    """What a process knows of its software and devices is found out once for all."""
+    found = store_key._software, store_key._accelerator
+    for known in found:
+        known.cache_clear()
+    yield
+    for known in found:
+        known.cache_clear()
+
+
 @pytest.mark.parametrize("place, name", [(torch, "__version__"), (torch.version, "git_version")])
-def test_another_build_of_torch_is_another_environment(monkeypatch, place, name):
+def test_another_build_of_torch_is_another_environment(asked_anew, monkeypatch, place, name):
     before = store_key.environment(CPU)
-    monkeypatch.setattr(place, name, "1.0")
     store_key._software.cache_clear()
-    try:
-        assert "torch" in store_key.difference(store_key.environment(CPU), before)
-    finally:
-        store_key._software.cache_clear()
+    monkeypatch.setattr(place, name, "1.0")
+    assert "torch" in store_key.difference(store_key.environment(CPU), before)
 
 
 def test_settings_of_torch_that_change_kernels_are_in_the_environment():
@@ -90,31 +98,24 @@ def test_device_without_a_name_is_told_by_its_system():
     assert platform.platform() in store_key._device("mps", 0)
 
 
-def test_cards_of_one_kind_are_told_apart_by_their_place(monkeypatch):
-    """Simulated: a machine with two cards. The generated code names the card that it runs on."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
-    store_key._accelerator.cache_clear()
-    try:
-        first, second = (store_key.environment([torch.device("cuda", index)]) for index in (0, 1))
-    finally:
-        store_key._accelerator.cache_clear()
+def two_cards(monkeypatch, name, capability, hip, sets=("", "")):
+    """Simulated: a machine with them. What `_device` says of each. sets: of instructions, of AMD's."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=sets[index]))
+    return [store_key._device("cuda", index) for index in (0, 1)]
+
+
+def test_cards_of_one_kind_are_told_apart_by_their_place(asked_anew, monkeypatch):
+    """The generated code names the card that it runs on."""
+    two_cards(monkeypatch, "NVIDIA H200", (9, 0), None)
+    first, second = (store_key.environment([torch.device("cuda", index)]) for index in (0, 1))
     assert store_key.difference(first, second).startswith("saved with another device")
 
 
-def test_amds_cards_of_one_name_are_told_apart_by_their_instruction_sets(monkeypatch):
-    """Simulated: a torch for ROCm."""
-    monkeypatch.setattr(torch.version, "hip", "6.4.1")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "AMD Radeon Graphics")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (11, 0))
-    sets = {0: "gfx1100", 1: "gfx1101"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=sets[index]))
-    store_key._accelerator.cache_clear()
-    try:
-        first, second = (store_key._device("cuda", index) for index in sets)
-    finally:
-        store_key._accelerator.cache_clear()
+def test_amds_cards_of_one_name_are_told_apart_by_their_instruction_sets(asked_anew, monkeypatch):
+    first, second = two_cards(monkeypatch, "AMD Radeon Graphics", (11, 0), "6.4.1", ("gfx1100", "gfx1101"))
     assert first.partition(" ")[2] != second.partition(" ")[2] and "gfx1100 toolkit 6.4.1" in first
 
 

@@ -43,13 +43,6 @@ def test_address_is_no_folder(tmp_path, monkeypatch, capsys, caplog):
     assert cli.main(["list"]) == 1 and "only a folder can be used" in capsys.readouterr().err
 
 
-def test_machines_with_one_folder_load_what_the_others_saved(tmp_path, monkeypatch):
-    monkeypatch.setenv(location.VARIABLE, str(tmp_path / "shared"))
-    assert save(server(tmp_path / "first"))
-    assert load(server(tmp_path / "second"))[0] == b"code"
-    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
-
-
 def test_looking_for_the_folder_touches_no_disk(tmp_path):
     touched = []
 

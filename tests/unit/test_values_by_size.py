@@ -5,13 +5,12 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import benchmark
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
-from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.block_runner import BlockRunner, NotReady
 from comfy_accel.accel.dispatch.resolver import GraphResolver
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.report.savings import by_compiling
-from kit.blocks import Block, model_of, reasons, runner
+from kit.blocks import Block, eagerly, model_of, reasons, runner, runners
 
 FIRST = (1, 64, 77)
 OTHERS = {  # (batch, tokens of the picture, of the prompt), and those it is called with before
@@ -73,15 +72,15 @@ def test_graph_that_is_wrong_at_another_size_is_not_used_there(cls, measured, si
 
 def test_blocks_of_a_kind_share_one_comparison_for_each_pattern_of_sizes():
     ran, cache = [], GraphCache()
-    regions = survey(model_of(*(Block() for _ in range(3)))).regions
+    model = model_of(*(Block() for _ in range(3)))
 
     def image(rows):
         """Three steps; how many calls of blocks ran beside their graph."""
         ran.clear()
-        stand_ins = [BlockRunner(region, cache, CompileSettings(backend="eager")) for region in regions]
+        stand_ins = runners(model, cache)
         for _ in range(3):
-            for stand_in in stand_ins:
-                stand_in(lambda x, block=stand_in._region.block: ran.append(1) or block(x), torch.randn(rows, 4))
+            for block, stand_in in stand_ins.items():
+                stand_in(lambda x, block=block: ran.append(1) or block(x), torch.randn(rows, 4))
         return len(ran)
 
     with torch.inference_mode():
@@ -95,8 +94,7 @@ def test_comparing_values_alone_says_nothing_of_the_gain():
     sizes = [80] * (benchmark.ROUNDS + 1) + [96]
     with torch.inference_mode(), cache.lease() as lease:
         for measured in (False, True):
-            settings = CompileSettings(backend="eager", measured=measured)
-            stand_in = BlockRunner(region, cache, settings, lease=lease)
+            stand_in = BlockRunner(region, cache, eagerly(measured=measured), lease=lease)
             for rows in sizes:
                 stand_in(block.forward, torch.randn(rows, 4))
     [(timed, count)] = lease.measured.items()

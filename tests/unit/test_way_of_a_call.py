@@ -3,14 +3,10 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import block_compiler
-from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.resolver import ResolvedGraph
-from comfy_accel.accel.fingerprint.survey import survey
+from kit.blocks import Block, runner
 from kit.engine_imports import ENGINE
 
 KNOWN = [("dispatch/inline_cache", name) for name in ("match", "verdict", "find")]
@@ -24,15 +20,6 @@ NEW = [
 """(room, door) of a call that is like no other; `dispatch/block_runner` is the corridor."""
 
 ROOMS = {room for room, _ in NEW}
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.second(self.first(x).relu())
 
 
 def doors(call, monkeypatch):
@@ -64,16 +51,9 @@ def doors(call, monkeypatch):
     return [door for door in entered if door[0] in ROOMS and door not in aside]
 
 
-@pytest.fixture
-def stand_in():
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList([Block()])
-    region, *_ = survey(model.eval().requires_grad_(False)).regions
-    return BlockRunner(region, GraphCache(), CompileSettings(backend="eager"))
-
-
-def test_no_door_is_passed_twice_in_a_call(stand_in, monkeypatch):
-    block, x = stand_in._region.block, torch.randn(2, 4)
+def test_no_door_is_passed_twice_in_a_call(monkeypatch):
+    block, x = Block(), torch.randn(2, 4)
+    stand_in = runner(block)
     new, known, matched = (doors(lambda: stand_in(block.forward, x), monkeypatch) for _ in range(3))
     graph = [new.pop(), known.pop(), matched.pop()]
     assert all(room == "compile/block_compiler" and name.startswith("block_") for room, name in graph)

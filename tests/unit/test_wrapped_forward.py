@@ -6,13 +6,11 @@ import types
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.modules.wrapped_forward import WrappedForward
-from kit.blocks import Block, reasons
+from kit.blocks import Block, layers_of, model_of, of_a_pack, reasons
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
 
@@ -48,13 +46,6 @@ def twice(function, *_):
     return lambda *args: function(*args) + other(*args)
 
 
-def of_a_pack(wrap):
-    """The wrapper as another package has it."""
-    return types.FunctionType(
-        wrap.__code__, {**globals(), "__name__": "a_pack.nodes"}, wrap.__name__, wrap.__defaults__
-    )
-
-
 noting, scaling, twice = map(of_a_pack, (noting, scaling, twice))
 
 
@@ -66,28 +57,16 @@ class Own(Block):
 OWN = Own.forward
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Own() for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return Model().eval().requires_grad_(False)
+    return model_of(*(Own() for _ in range(3)))
 
 
 def compiled(model, cache, before_each=(lambda: None,)):
     """What calls of the model give in one run with compiled blocks, and how many calls of blocks ran uncompiled."""
-    settings, host = CompileSettings(backend="eager"), Host()
     with torch.inference_mode():
-        layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
+        layers = layers_of(model, cache)
         outs = []
         for change in before_each:
             change()
