@@ -253,38 +253,25 @@ def test_model_that_changes_from_call_to_call_is_left_alone_after_a_while(index)
     assert capturer.captures < 12 and reasons() == ["its weights or its code change from call to call"]
 
 
-class Draws(Toy):
-    def forward(self, x, t):
-        return super().forward(x, t) + torch.rand(())
+def toy_with(forward, **attributes):
+    """A toy's class with another forward."""
+    return type("Other", (Toy,), {"forward": forward, **attributes})
 
 
-class Waits(Toy):
-    def forward(self, x, t):
-        return super().forward(x, t) * (2.0 if t.max().item() > 1 else 1.0)
-
-
-class Remembers(Toy):
-    def forward(self, x, t):
-        return super().forward(x, t) + self.held[0]
-
-    held = [torch.ones(8)]
-
-
-class WritesInputs(Toy):
-    def forward(self, x, t):
-        x.mul_(0.5)
-        return super().forward(x, t)
+plain = Toy.forward
+Draws = toy_with(lambda self, x, t: plain(self, x, t) + torch.rand(()))
+DrawsInPython = toy_with(lambda self, x, t: plain(self, x, t) + random.random())
+Waits = toy_with(lambda self, x, t: plain(self, x, t) * (2.0 if t.max().item() > 1 else 1.0))
+Remembers = toy_with(lambda self, x, t: plain(self, x, t) + self.held[0], held=[torch.ones(8)])
+WritesInputs = toy_with(lambda self, x, t: plain(self, x.mul_(0.5), t))
+MakesTensors = toy_with(lambda self, x, t: plain(self, x, t) * torch.tensor([1.0] * 8))
+ReadsAnOption = toy_with(lambda self, x, t, options: plain(self, x, t) * options["noise"])
 
 
 class WritesItself(Toy):
     def forward(self, x, t):
         self.shift += 1
         return super().forward(x, t)
-
-
-class DrawsInPython(Toy):
-    def forward(self, x, t):
-        return super().forward(x, t) + random.random()
 
 
 class Counts(Toy):
@@ -301,11 +288,6 @@ class CountsOnItself(Toy):
     def forward(self, x, t):
         self.number += 1
         return super().forward(x, t) * self.number
-
-
-class MakesTensors(Toy):
-    def forward(self, x, t):
-        return super().forward(x, t) * torch.tensor([1.0] * 8)
 
 
 @pytest.mark.parametrize(
@@ -432,11 +414,6 @@ def test_training_and_gradients_are_left_alone():
         assert x.grad.abs().sum() > 0
     assert capturer.captures == capturer.warm_ups == 0
     assert reasons() == ["it is being trained", "gradients are requested, and compiled graphs give none"]
-
-
-class ReadsAnOption(Toy):
-    def forward(self, x, t, options):
-        return super().forward(x, t) * options["noise"]
 
 
 def test_option_that_differs_in_each_call_is_named_where_the_model_reads_it():

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import types
+import zlib
 
 import einops
 import pytest
@@ -24,21 +25,33 @@ class Block(torch.nn.Module):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Makes a module of a text, as if it had been there when the process began, and imports it."""
+def imported(tmp_path, monkeypatch):
+    """Imports a module of texts, by file, as if these had been there when the process began."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(text, name="accel_test_module"):
-        file = tmp_path / f"{name}.py"
-        file.write_text(text)
-        os.utime(file, (1, time.time() - 50 + len(text) % 40))
+    def forget():
+        for name in [name for name in sys.modules if name.startswith("accel_test_")]:
+            del sys.modules[name]
+
+    def make(name, texts):
+        for path, text in texts.items():
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            os.utime(file, (1, 10**9 + zlib.crc32(text.encode()) % 10**6))  # or Python takes what it has compiled
         monkeypatch.setattr(module_files, "_BEGAN", time.time() + 1)
-        sys.modules.pop(name, None)
+        forget()
         importlib.invalidate_caches()
         return importlib.import_module(name)
 
     yield make
-    sys.modules.pop("accel_test_module", None)
+    forget()
+
+
+@pytest.fixture
+def module(imported):
+    """Makes a module of a text, and imports it."""
+    return lambda text: imported("accel_test_module", {"accel_test_module.py": text})
 
 
 def kind_of(module):
@@ -147,33 +160,20 @@ def test_code_lies_in_its_outermost_package_or_its_file(name, file, source):
     assert module_files.source_of(scope) == os.path.join(os.sep, *source.split("/"))
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A package of two files, as if it had been there when the process began."""
-    monkeypatch.syspath_prepend(tmp_path)
+def test_value_from_another_file_of_the_package_is_in_the_key(imported):
+    layers = BLOCK.format(setting="from .consts import CONSTS", read="CONSTS[0]")
 
-    def make(value, folder="one"):
-        root = tmp_path / "accel_test_package"
-        (root / ".git").mkdir(parents=True, exist_ok=True)
-        (root / ".git" / "hook.py").write_text(folder)
-        (root / "__init__.py").write_text("")
-        (root / "consts.py").write_text(f"import torch\nCONSTS = [torch.full((1,), {value})]\n")
-        (root / "layers.py").write_text(BLOCK.format(setting="from .consts import CONSTS", read="CONSTS[0]"))
-        for file in root.rglob("*.py"):
-            os.utime(file, (1, 10**9 + int(10 * value)))
-        monkeypatch.setattr(module_files, "_BEGAN", time.time() + 1)
-        for name in [name for name in sys.modules if name.startswith("accel_test_package")]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
-        return importlib.import_module("accel_test_package.layers")
+    def digest(value, hook):
+        files = {
+            ".git/hook.py": hook,
+            "__init__.py": "",
+            "consts.py": f"import torch\nCONSTS = [torch.full((1,), {value})]\n",
+            "layers.py": layers,
+        }
+        package = {f"accel_test_package/{path}": text for path, text in files.items()}
+        return digest_of(imported("accel_test_package.layers", package))
 
-    yield make
-    for name in [name for name in sys.modules if name.startswith("accel_test_package")]:
-        del sys.modules[name]
-
-
-def test_value_from_another_file_of_the_package_is_in_the_key(package):
-    digests = [digest_of(package(value, folder)) for value, folder in [(1.0, "one"), (1.0, "two"), (2.0, "two")]]
+    digests = [digest(1.0, "one"), digest(1.0, "two"), digest(2.0, "two")]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -198,22 +198,9 @@ class Reaching(torch.nn.Module):
 
 WEIGHT = """
 import torch
+from kit.blocks import Wrapped
 
-class Weight(torch.Tensor):
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Weight(inner["inner"])
-
+class Weight(Wrapped):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         return function(*(arg.inner * {factor} if type(arg) is cls else arg for arg in args), **(kwargs or {{}}))

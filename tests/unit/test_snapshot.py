@@ -14,6 +14,16 @@ class Block(torch.nn.Module):
         self.register_buffer("shift", torch.zeros(4))
 
 
+def test_some_weights_that_moved_are_noticed_by_the_thorough_check_and_all_by_the_cheap_one_too():
+    blocks = torch.nn.ModuleList(Block() for _ in range(100))
+    snapshot = WeightSnapshot(blocks)
+    blocks[0].layer.bias.data = torch.randn(4)  # the second of some hundred weights, which no sample has
+    assert snapshot.seems_current() and not snapshot.is_current()
+    for weight in blocks.parameters():
+        weight.data = weight.data.clone()
+    assert not snapshot.seems_current()
+
+
 def test_weights_on_two_devices_or_of_an_unknown_type_are_refused():
     block = Block()
     block.shift = torch.zeros(4, device="meta")
