@@ -9,8 +9,6 @@ import weakref
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import block_compiler
-from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.core.compile_settings import Trouble
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from kit.blocks import Block, reasons, runner
@@ -35,8 +33,11 @@ def test_weights_that_are_not_where_the_inputs_are_run_as_they_are_until_they_ar
     assert cache.statistics()["graphs"] == 0
     assert reasons() == ["its weights are partly on meta, its inputs are not"]
     block.second.to_empty(device="cpu").load_state_dict(second)
-    check(stand_in, block, torch.randn(2, 4))
+    for _ in range(4):  # until calls like them are known
+        check(stand_in, block, torch.randn(2, 4))
     assert cache.statistics()["graphs"] == 1
+    block.second.to("meta")
+    assert stand_in(lambda x: "eager", torch.zeros(2, 4)) == "eager"
 
 
 TABLE = torch.arange(4.0)
@@ -152,33 +153,6 @@ def test_call_that_fails_by_itself_is_not_held_against_the_block(caplog, capfd):
         x = torch.randn(2, 4)
         assert torch.equal(stand_in(block, x), block(x))
     assert cache.statistics()["graphs"] == 1
-
-
-def test_call_that_fails_by_itself_marks_no_graph_failed():
-    def is_large(tensor):
-        return isinstance(tensor, torch.Tensor) and tensor.abs().max() > 100
-
-    def strict(graph, examples):
-        def run(*args):
-            if any(map(is_large, args)):
-                raise ValueError("too large")
-            return graph(*args)
-
-        return run
-
-    def inner(x):
-        if is_large(x):
-            raise ValueError("too large for the block, too")
-        return block(x)
-
-    block, cache = Block(), GraphCache()
-    stand_in = runner(block, cache, backend=strict)
-    with torch.inference_mode():
-        stand_in(inner, torch.ones(2, 4))
-        with pytest.raises(ValueError, match="for the block, too"):
-            stand_in(inner, torch.full((2, 4), 1e3))
-        stand_in(inner, torch.ones(2, 4))
-    assert cache.statistics()["graphs"] == 1 and reasons() == []
 
 
 def slow(graph, examples):
@@ -354,65 +328,6 @@ def test_stopping_names_the_budget_that_is_too_small():
     block = Block()
     with torch.inference_mode(), pytest.raises(Trouble, match="need more than the memory limit of 0 MB"):
         runner(block, GraphCache(max_bytes=0), stop_on_trouble=True)(block, torch.randn(2, 4))
-
-
-class Lent:
-    """A store that has one graph for every key, which fails at every call, and keeps nothing."""
-
-    facts = Facts(weights=4)
-
-    def __init__(self, monkeypatch, error):
-        self.distrusted = []
-
-        def run(tensors):
-            raise error
-
-        graph = CompiledGraph(run, lambda tensors: True, self.facts, saved_as="lent")
-        monkeypatch.setattr(block_compiler, "load_block", lambda *_, **__: graph)
-
-    def candidates(self, *_):
-        return [] if self.distrusted else [self]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return False
-
-    def read(self):
-        return b""
-
-    def use(self, graph):
-        return graph
-
-    def save(self, *_):
-        return False
-
-    def distrust(self, stem):
-        self.distrusted.append(stem)
-        return True
-
-
-def test_loaded_graph_that_fails_is_compiled_anew(monkeypatch):
-    block, cache = Block(), GraphCache()
-    cache.store = Lent(monkeypatch, RuntimeError("no kernel image is available"))
-    stand_in = runner(block, cache)
-    x = torch.randn(2, 4)
-    for _ in range(3):
-        torch.testing.assert_close(stand_in(block, x), block(x))
-    assert cache.store.distrusted == ["lent"]
-    assert cache.statistics()["compilations"] == 1
-    assert cache.entries()[0].failure is None
-    assert reasons() == ["its compiled graph failed: RuntimeError: no kernel image is available"]
-
-
-def test_graph_that_runs_out_of_memory_is_kept(monkeypatch):
-    block, cache = Block(), GraphCache()
-    cache.store = Lent(monkeypatch, torch.OutOfMemoryError("no more"))
-    stand_in = runner(block, cache)
-    x = torch.randn(2, 4)
-    torch.testing.assert_close(stand_in(block, x), block(x))
-    assert cache.statistics()["graphs"] == 1 and cache.store.distrusted == []
 
 
 def test_refused_call_keeps_nothing_alive():

@@ -106,14 +106,6 @@ def test_weights_that_are_others_are_noticed_in_mid_run_and_in_the_next(change):
         assert runs.cache.statistics()["compilations"] == (1 if change is made_a_class_of_its_own else 2)
 
 
-def test_weights_that_left_the_device_run_as_they_are():
-    block, x = Block(), torch.randn(2, 4)
-    stand_in = warmed_up(block, x)
-    block.second.to("meta")
-    assert stand_in(lambda x: "eager", x) == "eager"
-    assert reasons() == ["its weights are partly on meta, its inputs are not"]
-
-
 def test_weights_of_other_values_are_read_and_none_is_kept():
     block, x = Block(), torch.randn(2, 4)
     stand_in = warmed_up(block, x)
@@ -279,19 +271,6 @@ def test_graph_that_left_the_cache_is_not_used():
     assert cache.statistics()["compilations"] == 2
 
 
-def test_graph_that_fails_is_followed_by_the_block_and_forgotten():
-    block, x, cache = Block(), torch.randn(2, 4), GraphCache()
-    stand_in = warmed_up(block, x, cache=cache)
-    [graph] = cache.entries()[0].graphs
-    graph.run = failing
-    check(stand_in, block, x, is_matched=True)
-    check(stand_in, block, x)
-    assert reasons() == [
-        "its compiled graph failed: RuntimeError: simulated",
-        "RuntimeError: simulated",
-    ]
-
-
 def test_many_variants_of_calls_take_turns():
     block = Block()
     stand_in = runner(block)
@@ -407,14 +386,16 @@ def test_graph_that_failed_in_one_block_is_run_by_none_and_forgotten_by_all():
     gc.collect()
     assert graph() is None
     assert not runs.first_call_is_matched(x) and runs.cache.statistics()["compilations"] == 1
+    assert reasons() == ["its compiled graph failed: RuntimeError: simulated", "RuntimeError: simulated"]
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_comparison_counts_where_it_was_made_and_unless_another_found_the_graph_wrong(captured):
+def test_comparison_counts_where_it_was_made_and_unless_another_found_the_graph_wrong(captured, monkeypatch):
+    monkeypatch.setattr("comfy_accel.accel.compile.benchmark.SLOWER", 1e9)  # whatever the clock says
     x = torch.randn(2, 4)
     runs = after_a_run(x, calls=1, measured=True)
     benchmark = runs.entry.benchmarks(runs.entry.graphs[0]).of([x])
-    benchmark.done, benchmark.verdict = True, None  # whatever the clock said
+    benchmark.done = True
     assert not runs.first_call_is_matched(x) and runs.first_call_is_matched(x)
     stand_in = runs.begin()
     stand_in.observer = BlockObserver(may_capture=captured)

@@ -142,6 +142,7 @@ def test_graph_stays_whatever_happens_in_one_call(cause, measured, monkeypatch):
             with pytest.raises(raised):
                 run.call()
     assert entry.graphs == [graph] and entry.failure is None and cache.store.distrusted == []
+    assert cause != "wrong input" or reasons() == []
     hits = entry.calls
     assert torch.equal(other.call(), expected_of_other) and entry.calls == hits + 1
     run = Run(cache)
