@@ -210,12 +210,16 @@ def test_schedule_that_goes_back_starts_a_run(counts):
     assert counts == [(1, 1), (1, 1)]
 
 
-def test_call_outside_the_schedule_is_plain(counts):
+def test_call_outside_the_schedule_or_of_a_pipeline_without_one_is_plain(counts):
     pipe = Pipe()
     with deep_cache(pipe, every(3)):
         for time in pipe.progress_bar([123, 123]):
             pipe.unet(torch.ones(1, 1, 4, 4), time)
             assert "middle" in pipe.unet.called
+    del pipe.scheduler
+    with deep_cache(pipe, every(2)):
+        for _ in pipe.progress_bar([1, 2]):
+            pipe.unet(torch.ones(1, 1, 4, 4), 900)
     assert counts == []
 
 
@@ -324,12 +328,3 @@ def test_pipeline_without_such_a_unet_is_left_alone(pipe, caplog):
     with deep_cache(pipe, every(3)):
         assert vars(pipe) == before
     assert "cannot divide" in caplog.text
-
-
-def test_schedulers_may_have_no_timesteps(counts):
-    pipe = Pipe()
-    del pipe.scheduler
-    with deep_cache(pipe, every(2)):
-        for _ in pipe.progress_bar([1, 2]):
-            pipe.unet(torch.ones(1, 1, 4, 4), 900)
-    assert counts == []
