@@ -113,16 +113,16 @@ def test_numbers_on_blocks_that_matter_get_a_graph_each_and_few_of_them(cls):
 
 
 def test_blocks_that_choose_a_layer_by_their_number_share_a_graph_with_those_that_choose_the_same():
-    blocks, cache = [Chosen(place) for place in range(1, 8)], GraphCache()
+    blocks, cache = [Chosen(place) for place in range(1, 5)], GraphCache()
     run_all(blocks, cache, torch.randn(2, 9, 4))
     assert cache.statistics()["compilations"] == 2 and fallbacks.rows() == []
 
 
 def test_what_a_number_decides_beside_operators_is_seen_too():
     for cls in (OnOneDevice, Paired, Collecting):
-        run_all([cls(place) for place in range(1, 8)], GraphCache(), torch.randn(2, 9, 4))
+        run_all([cls(place) for place in (1, 2, 5)], GraphCache(), torch.randn(2, 9, 4))
     cache = GraphCache()
-    run_all([Ranged(place) for place in range(1, 8)], cache, torch.randn(2, 9, 4))
+    run_all([Ranged(place) for place in (1, 2, 5)], cache, torch.randn(2, 9, 4))
     assert cache.statistics()["compilations"] == 1
 
 
