@@ -8,14 +8,14 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
-from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.fingerprint.code_hash import CodeReader, unread_code
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable, number_of
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.substitution import Order, substituted
+from kit.blocks import eagerly, layers_of, model_of
 from torch import nn
 
 OFFSETS = {"a": 1.0}
@@ -59,17 +59,6 @@ class Block(nn.Module):
         return Choice.get()(offset(self.mix(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()]).eval().requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def other(self, x):
     return x * 2
 
@@ -93,7 +82,7 @@ def kinds_by_path(found) -> dict:
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_change_of_any_sort_is_noticed_and_so_is_its_end(what, monkeypatch):
-    model = Model()
+    model = model_of(Block(), Block())
     found = survey(model)
     assert found.regions and holds(found)
     with monkeypatch.context() as patch:
@@ -113,7 +102,7 @@ def test_function_of_the_same_code_around_the_same_values_is_no_change(monkeypat
 
     factor = [2.0]
     monkeypatch.setitem(globals(), "offset", made(factor[0]))
-    found = survey(Model())
+    found = survey(model_of(Block(), Block()))
     monkeypatch.setitem(globals(), "offset", made(factor[0]))
     assert holds(found)
     monkeypatch.setitem(globals(), "offset", made(3.0))
@@ -128,12 +117,12 @@ def test_table_in_a_closure_counts_and_a_default_that_calls_fill_does_not(monkey
         return x * table["factor"]
 
     monkeypatch.setitem(globals(), "offset", scaled)
-    found = survey(Model())
+    found = survey(model_of(Block(), Block()))
     scaled(torch.ones(2))
     assert holds(found)
     table["factor"] = 3.0
     assert not holds(found)
-    assert survey(Model()).kinds != found.kinds
+    assert survey(model_of(Block(), Block())).kinds != found.kinds
 
 
 class Settings:
@@ -162,15 +151,15 @@ def scaled_by(settings):
 def test_object_in_a_closure_counts_with_what_is_read_of_it_alone(monkeypatch):
     settings = Settings(4)
     monkeypatch.setitem(globals(), "offset", scaled_by(Around(settings)))
-    found = survey(Model())
+    found = survey(model_of(Block(), Block()))
     settings.step, settings.last = 1, torch.ones(1)
     assert holds(found)
     monkeypatch.setitem(globals(), "offset", scaled_by(Around(Settings(4))))
-    assert survey(Model()).kinds == found.kinds
+    assert survey(model_of(Block(), Block())).kinds == found.kinds
     settings.length = 5
     assert not holds(found)
     monkeypatch.setitem(globals(), "offset", scaled_by(Around(settings)))
-    assert survey(Model()).kinds != found.kinds
+    assert survey(model_of(Block(), Block())).kinds != found.kinds
 
 
 class Registry:
@@ -190,18 +179,18 @@ def test_what_is_kept_at_the_first_call_is_no_change(monkeypatch):
 
     monkeypatch.setitem(globals(), "offset", asking)
     monkeypatch.setattr(Block, "device", torch.device("cpu"), raising=False)
-    found = survey(Model())
+    found = survey(model_of(Block(), Block()))
     asking(torch.ones(1))
     monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
     monkeypatch.setattr(Block, "device", torch.device("cpu"))
-    assert holds(found) and survey(Model()).kinds == found.kinds
+    assert holds(found) and survey(model_of(Block(), Block())).kinds == found.kinds
 
 
 def test_module_that_torch_script_has_compiled_stops_no_analysis(monkeypatch):
     scripted = types.SimpleNamespace(act=torch.jit.script(nn.ReLU()))
     monkeypatch.setitem(globals(), "SCRIPTED", scripted)
     monkeypatch.setitem(globals(), "offset", lambda x: SCRIPTED.act(x))  # noqa: F821
-    assert len(survey(Model()).regions) == 2
+    assert len(survey(model_of(Block(), Block())).regions) == 2
 
 
 def passed_on(settings):
@@ -223,7 +212,7 @@ def test_object_in_a_closure_that_is_passed_on_counts_as_itself(monkeypatch):
     kinds = set()
     for _ in range(2):
         monkeypatch.setitem(globals(), "offset", passed_on(Odd(4)))
-        found = survey(Model())
+        found = survey(model_of(Block(), Block()))
         kinds.update(found.kinds)
         assert all(region.kind.opaque for region in found.regions)
     assert len(kinds) == 2
@@ -253,24 +242,24 @@ def test_code_that_ran_and_was_not_read_is_named():
 
 
 def test_graph_of_code_that_was_not_read_is_not_kept(monkeypatch):
-    model = Model()
+    model = model_of(Block(), Block())
     (region, _) = survey(model).regions
     cache = GraphCache()
     unread = dataclasses.replace(region, codes=region.codes - {offset.__code__})
-    runner = BlockRunner(unread, cache, CompileSettings(backend="eager"))
+    runner = BlockRunner(unread, cache, eagerly())
     x = torch.ones(2, 4, 3)
     assert torch.equal(runner(region.block.forward, x), region.block(x))
     assert runner.eager_calls and not cache.statistics()["graphs"]
     assert issubclass(CompileFailed, Exception)
 
 
-def test_code_that_changes_again_and_again_runs_eagerly_after_a_while():
-    model, cache, settings = Model(), GraphCache(), CompileSettings(backend="eager")
-    host = Host()
-    layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
+def test_code_that_changes_again_and_again_runs_eagerly_after_a_while(monkeypatch):
+    monkeypatch.setattr(current_code, "MOST_SURVEYS", 4)
+    model = model_of(Block(), Block())
+    layers = layers_of(model, GraphCache())
     x, runners = torch.ones(2, 4, 3), [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
     with torch.no_grad(), substituted(layers, Order.COMPILED):
-        for amount in range(24):
+        for amount in range(7):
             OFFSETS["a"] = float(amount)
             plain = Choice.get()(offset(model.blocks[0].mix(model.blocks[0].norm(x))))
             assert torch.equal(model.blocks[0](x), plain)

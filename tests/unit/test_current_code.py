@@ -10,13 +10,13 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
 from comfy_accel.accel.fingerprint.survey import KeptSurveys, survey
 from comfy_accel.accel.hosts.diffusers import module as module_host
 from comfy_accel.accel.hosts.diffusers.component_call import call_of
 from comfy_accel.accel.modules.substitution import Order, Substitution
 from kit import code_swaps
-from kit.blocks import Stop
+from kit.blocks import Stop, layers_of
 from kit.code_swaps import SWAPS, Network, assert_calls_follow_the_code, attribute, item
 from kit.thorough import thorough_except
 
@@ -32,9 +32,9 @@ class Run:
     """A model's blocks compiled for a run; `swap` is in place as the model is called."""
 
     def __init__(self, net, host=None, cache=None):
-        self.net, host = net, host or Host()
+        self.net = net
         self.cache = GraphCache() if cache is None else cache
-        layers = compiled_layers(net, survey_model(net, EAGER, host), EAGER, host, self.cache)
+        layers = layers_of(net, self.cache, host)
         self.runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
         assert len(self.runners) == 2
         self._place = Substitution(layers, Order.COMPILED)
@@ -70,8 +70,19 @@ def test_run_that_begins_under_other_code_is_surveyed_for_it(what):
     assert survey_model(net, EAGER, host, kept).kinds == survey(net).kinds
 
 
+NAMES = list(SWAPS)
+OF_BLOCKS = NAMES[NAMES.index("a number of a block") : NAMES.index("a function that torch's layers call")]
+QUICK = (
+    *("a function of a module", "a default of a function", "the content of a cell", "the state of an object"),
+    *("an item of a dict", "a class without instances", "a property", "the forward of the block's class"),
+    *("a function that torch's layers call", "a method of modules by one in its name", "torch's functions"),
+    *OF_BLOCKS,
+)
+"""A call notices other code as it does these; that a survey notices each of the others is asked above."""
+
+
 @pytest.mark.parametrize("first", thorough_except(["plain", "swapped"], "plain"))
-@pytest.mark.parametrize("what", SWAPS)
+@pytest.mark.parametrize("what", thorough_except(SWAPS, *QUICK))
 def test_call_is_of_the_code_and_settings_that_stand_in_it(what, first):
     run = Run(Network(), cache=with_others if first == "plain" else None)
     before = run.cache.statistics()["hits"]
@@ -95,6 +106,13 @@ def test_calls_of_a_module_that_is_accelerated_are_of_the_code_that_stands_in_th
     assert cache.statistics()["hits"]
 
 
+@pytest.fixture
+def few_surveys(monkeypatch):
+    """As many as a run makes at most."""
+    monkeypatch.setattr(current_code, "MOST_SURVEYS", 4)
+    return 4
+
+
 ANEW = {
     "a function that closes over an equal number": lambda: attribute(
         code_swaps, "activation", code_swaps.softening(float("0.5"))
@@ -109,13 +127,13 @@ HALVING = code_swaps.Gain(0.5)
 
 
 @pytest.mark.parametrize("what", thorough_except(ANEW, *list(ANEW)[:1]))  # the others are compared as the first is
-def test_what_is_made_anew_for_each_call_and_is_the_same_costs_one_more_graph(what):
+def test_what_is_made_anew_for_each_call_and_is_the_same_costs_one_more_graph(what, few_surveys):
     run = Run(Network())
     with torch.no_grad():
         plain = run.net(X)
         with ANEW[what]():
             swapped = run.net(X)
-    for number in range(current_code.MOST_SURVEYS + 1):
+    for number in range(few_surveys + 1):
         assert torch.allclose(run(ANEW[what]), swapped, atol=1e-5)
         assert torch.allclose(run(), plain, atol=1e-5)
         if not number:
@@ -123,10 +141,10 @@ def test_what_is_made_anew_for_each_call_and_is_the_same_costs_one_more_graph(wh
     assert (run.cache.statistics()["graphs"], run.eager_calls) == graphs == (2, 0)
 
 
-def test_hook_on_all_modules_that_is_put_on_in_a_run_costs_one_survey():
+def test_hook_on_all_modules_that_is_put_on_in_a_run_costs_one_survey(few_surveys):
     run, hooks = Run(Network()), torch.nn.modules.module._global_forward_hooks
     run()
-    for _ in range(current_code.MOST_SURVEYS + 1):
+    for _ in range(few_surveys + 1):
         run(functools.partial(item_added, hooks))
     before = run.eager_calls
     run()
