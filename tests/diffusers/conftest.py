@@ -2,6 +2,19 @@
 
 import pytest
 
+try:
+    import accelerate  # noqa: F401
+    import diffusers.schedulers  # noqa: F401
+    import peft  # noqa: F401
+except ImportError as error:
+    collect_ignore_glob, missing = ["test_*.py"], error
+else:
+    missing = None
+
+
+def pytest_report_header():
+    return missing and f"tests/diffusers is left out ({missing}): tests/requirements.txt has what it needs"
+
 
 @pytest.fixture(autouse=True)
 def no_store(monkeypatch):

@@ -3,20 +3,17 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
-
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-
-import diffusers  # noqa: E402
-from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
-from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from comfy_accel.accel.step_cache.splits.unet import has_down_up_layout  # noqa: E402
-from kit import deep_transformers  # noqa: E402
-from kit import tiny_pipelines as tiny  # noqa: E402
-from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
-from kit.step_cache import every  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.splits.unet import has_down_up_layout
+from kit import deep_transformers
+from kit import tiny_pipelines as tiny
+from kit.deep_transformers import pipeline, sample, sample_cached
+from kit.step_cache import every
+from torch.utils.flop_counter import FlopCounterMode
 
 TRUNKS = ("blocks", "layers", "transformer_blocks", "joint_transformer_blocks", "single_transformer_blocks")
 

@@ -6,24 +6,22 @@ import threading
 import weakref
 from contextlib import ExitStack
 
+import accelerate
+import diffusers
 import pytest
 import torch
-
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-
-import diffusers  # noqa: E402
-from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
-from comfy_accel.accel.core.events import subscribe  # noqa: E402
-from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
-from comfy_accel.accel.hosts.diffusers.predictions import around_steps  # noqa: E402
-from comfy_accel.accel.step_cache.features import Features, History  # noqa: E402
-from comfy_accel.accel.step_cache.splits import dit  # noqa: E402
+from comfy_accel.accel import accelerate_pipeline, restore
+from comfy_accel.accel.core.events import subscribe
+from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
+from comfy_accel.accel.hosts.diffusers.predictions import around_steps
+from comfy_accel.accel.step_cache.features import Features, History
+from comfy_accel.accel.step_cache.splits import dit
 from kit import (
-    deep_transformers,  # noqa: E402
-    tiny_pipelines,  # noqa: E402
+    deep_transformers,
+    tiny_pipelines,
 )
-from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
-from kit.step_cache import every  # noqa: E402
+from kit.deep_transformers import pipeline, sample, sample_cached
+from kit.step_cache import every
 
 SMALL = {"height": 32, "width": 48, "steps": 4}
 EVERY_THIRD = every(3)
@@ -143,7 +141,6 @@ def test_scheduler_and_model_may_be_replaced_between_images(pipe, cached, counts
 
 
 def test_offloaded_models_are_divided_wherever_the_hooks_come_and_go(cached, counts):
-    accelerate = pytest.importorskip("accelerate")
     pipe = pipeline("StableDiffusion3Pipeline")
     model, cpu = pipe.transformer, torch.device("cpu")
     free = pipe.maybe_free_model_hooks

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import comfy_accel.accel
 import pytest
-
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-
-from PIL import Image  # noqa: E402
+from PIL import Image
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "sdxl_img2img_any_size.py"
 

@@ -1,21 +1,17 @@
 """What diffusers promises of its pipelines (its own pipeline tests say it), of pipelines that are accelerated."""
 
+import diffusers
+import numpy as np
 import pytest
+import torch
+from comfy_accel.accel import accelerate_pipeline, restore
+from diffusers.schedulers import KarrasDiffusionSchedulers
+from kit import pipeline_zoo as zoo
+from kit.compiled import graphs
+from kit.tiny_pipelines import difference
 
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-
-import diffusers  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
-from diffusers.schedulers import KarrasDiffusionSchedulers  # noqa: E402
-from kit import pipeline_zoo as zoo  # noqa: E402
-from kit.compiled import graphs  # noqa: E402
-from kit.thorough import thorough_except  # noqa: E402
-from kit.tiny_pipelines import difference  # noqa: E402
-
-UNETS = ["StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusionControlNetPipeline"]
-KINDS = [*UNETS, "FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline"]
+KINDS = ["StableDiffusionPipeline", "StableDiffusionControlNetPipeline", "FluxPipeline"]
+"""Those of SDXL, SD3 and Wan run compiled in the tests of adapters and of the warm-up."""
 TOLERANCE = 1e-4
 """Of the largest value: the graphs are run as they were captured."""
 
@@ -27,11 +23,7 @@ def accelerate(pipe):
     return accelerate_pipeline(pipe, ignores=("vae",), backend="eager", stop_on_trouble=True)
 
 
-QUICK = set(KINDS) - {"StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "WanPipeline"}
-"""The adapters' tests and test_pipelines.py run those three compiled, and each takes seconds to warm up."""
-
-
-@pytest.fixture(scope="module", params=thorough_except(KINDS, *QUICK))
+@pytest.fixture(scope="module", params=KINDS)
 def pipes(request):
     """A pipeline, plain, and one of the same weights that is accelerated and warmed up at another size."""
     plain, fast = zoo.pipeline(request.param), accelerate(zoo.pipeline(request.param))
@@ -39,7 +31,7 @@ def pipes(request):
     return plain, fast
 
 
-of_unets = pytest.mark.parametrize("pipes", thorough_except(UNETS, *QUICK), indirect=True)
+of_unets = pytest.mark.parametrize("pipes", KINDS[:2], indirect=True)
 
 
 @pytest.fixture
@@ -54,11 +46,9 @@ warmed = pytest.mark.usefixtures("compiles_nothing")
 
 def call(pipe, batch=1, **given):
     """What one call returns, for `batch` prompts, of which each has noise of its own; the same every time."""
-    made = {"width": 32, "height": 48, "num_inference_steps": STEPS, "output_type": "pt", **zoo.prompt(pipe, batch)}
+    made = zoo.arguments(pipe, 32, 48, STEPS, batch)
     if "ControlNet" in type(pipe).__name__:
         made["image"] = torch.rand(batch, 3, 48, 32, generator=torch.Generator().manual_seed(7))
-    if type(pipe) is diffusers.WanPipeline:
-        made["num_frames"] = 5
     return pipe(**{**made, "generator": [torch.Generator().manual_seed(number) for number in range(batch)], **given})
 
 
@@ -115,7 +105,7 @@ def models(pipe):
 
 
 def test_weights_of_another_type_are_used_from_the_next_image_on():
-    plain, fast = zoo.pipeline(UNETS[0]), accelerate(zoo.pipeline(UNETS[0]))
+    plain, fast = zoo.pipeline(KINDS[0]), accelerate(zoo.pipeline(KINDS[0]))
     before = call(fast)[0]
     assert fast.to(torch.bfloat16) is fast
     assert all(part.dtype == torch.bfloat16 for part in models(fast).values())
@@ -145,7 +135,7 @@ def test_images_of_every_sort_start_and_end_alike():
 
 
 def test_every_scheduler_of_its_family_takes_its_place():
-    plain, fast = zoo.pipeline(UNETS[0]), accelerate(zoo.pipeline(UNETS[0]))
+    plain, fast = zoo.pipeline(KINDS[0]), accelerate(zoo.pipeline(KINDS[0]))
     config = dict(fast.scheduler.config, skip_prk_steps=True)
     call(fast, width=64)
     before = graphs()

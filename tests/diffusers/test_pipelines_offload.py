@@ -1,28 +1,20 @@
 """Pipelines whose weights accelerate or diffusers move about, and models that somebody else compiles."""
 
+import accelerate
 import pytest
-
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-pytest.importorskip("accelerate", reason="needs the package accelerate: tests/requirements.txt")
-
-import accelerate  # noqa: E402
-import torch  # noqa: E402
-from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
-from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
-from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
-from kit import pipeline_zoo as zoo  # noqa: E402
-from kit.tiny_pipelines import difference  # noqa: E402
+import torch
+from comfy_accel.accel import accelerate_pipeline, accelerated, restore
+from comfy_accel.accel.cache.graph_cache import shared
+from comfy_accel.accel.core.fallbacks import fallbacks
+from kit import pipeline_zoo as zoo
+from kit.pipeline_zoo import image
+from kit.tiny_pipelines import difference
 
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
 
 FAST = {"ignores": ("vae",), "backend": "eager"}
 MOVED = "its weights are moved to the device part by part (sequential CPU offload, group offloading)"
-
-
-def image(pipe):
-    given = {"width": 32, "height": 32, "num_inference_steps": 2, "output_type": "latent", **zoo.prompt(pipe)}
-    return pipe(**given, generator=torch.Generator().manual_seed(1))[0]
 
 
 def hits():

@@ -1,17 +1,14 @@
 """Transformers with quantised weights: the eager images, all blocks compiled, with LoRA too."""
 
+import peft
 import pytest
 import torch
-
-diffusers = pytest.importorskip("diffusers")
-peft = pytest.importorskip("peft")
-
-from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
-from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
-from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
-from kit import deep_transformers  # noqa: E402
-from kit.compiled import graphs  # noqa: E402
-from torch import nn  # noqa: E402
+from comfy_accel.accel import accelerate_pipeline, restore
+from comfy_accel.accel.cache.graph_cache import shared
+from comfy_accel.accel.core.fallbacks import fallbacks
+from kit import deep_transformers
+from kit.compiled import graphs
+from torch import nn
 
 
 class Stored(nn.Parameter):

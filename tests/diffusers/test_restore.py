@@ -7,29 +7,21 @@ import threading
 import weakref
 
 import pytest
-
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-
-import torch  # noqa: E402
-from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore  # noqa: E402
-from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
-from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
-from comfy_accel.accel.hosts.diffusers.component_call import call_of  # noqa: E402
-from comfy_accel.accel.modules.substitution import StandIn  # noqa: E402
-from diffusers import StableDiffusionImg2ImgPipeline  # noqa: E402
-from kit import pipeline_zoo as zoo  # noqa: E402
-from kit.tiny_pipelines import difference  # noqa: E402
+import torch
+from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore
+from comfy_accel.accel.cache.graph_cache import shared
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.diffusers.component_call import call_of
+from comfy_accel.accel.modules.substitution import StandIn
+from diffusers import StableDiffusionImg2ImgPipeline
+from kit import pipeline_zoo as zoo
+from kit.pipeline_zoo import image
+from kit.tiny_pipelines import difference
 
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
 
 FAST = {"ignores": ("vae",), "backend": "eager", "stop_on_trouble": True}
-
-
-def image(pipe, width=32, height=32, seed=1, steps=2, **given):
-    random = torch.Generator().manual_seed(seed)
-    size = {"width": width, "height": height, "num_inference_steps": steps, "output_type": "latent"}
-    return pipe(**size, **zoo.prompt(pipe), generator=random, **given)[0]
 
 
 def state(pipe):

@@ -4,29 +4,26 @@ import functools
 import types
 from contextlib import ExitStack, contextmanager, nullcontext
 
+import diffusers
 import pytest
-
-pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
-
-import diffusers  # noqa: E402
-import torch  # noqa: E402
-from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
-from comfy_accel.accel.cache.graph_cache import GraphCache, shared  # noqa: E402
-from comfy_accel.accel.hosts.diffusers import pipeline as host  # noqa: E402
-from diffusers.models import attention_dispatch, embeddings  # noqa: E402
-from diffusers.models.attention import BasicTransformerBlock, FeedForward  # noqa: E402
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # noqa: E402
-from diffusers.models.resnet import ResnetBlock2D  # noqa: E402
-from diffusers.models.transformers import transformer_flux  # noqa: E402
-from diffusers.models.transformers.transformer_flux import (  # noqa: E402
+import torch
+from comfy_accel.accel import accelerate_pipeline, accelerated, restore
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.hosts.diffusers import pipeline as host
+from diffusers.models import attention_dispatch, embeddings
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers import transformer_flux
+from diffusers.models.transformers.transformer_flux import (
     FluxAttention,
     FluxSingleTransformerBlock,
 )
-from kit import deep_transformers  # noqa: E402
-from kit import pipeline_zoo as zoo  # noqa: E402
-from kit.code_swaps import all_of, attribute, item, scaling  # noqa: E402
-from kit.compiled import graphs  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from kit import deep_transformers
+from kit import pipeline_zoo as zoo
+from kit.code_swaps import all_of, attribute, item, scaling
+from kit.compiled import graphs
+from torch.nn import functional
 
 FAST = {"ignores": ("vae",), "backend": "eager", "min_repetitions": 3}
 """Leaves two kinds of the UNet's blocks to compile: BasicTransformerBlock and one of ResnetBlock2D."""

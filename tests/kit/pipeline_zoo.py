@@ -123,6 +123,38 @@ def prompt(pipe, batch=1):
     return made
 
 
+def several_controlnets():
+    """A pipeline with two."""
+    pipe = pipeline("StableDiffusionPipeline")
+    nets = [controlnet(pipe.unet, seed) for seed in (0, 1)]
+    return pipeline("StableDiffusionControlNetPipeline", **{**pipe.components, "controlnet": nets})
+
+
+def arguments(pipe, width=32, height=32, steps=2, batch=1):
+    """Those of a call for `batch` prompts, with whatever else the pipeline takes, the same every time."""
+    kind = type(pipe).__name__
+    made = {"width": width, "height": height, "num_inference_steps": steps, "output_type": "pt", **prompt(pipe, batch)}
+    picture = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(7))
+    if "Img2Img" in kind:
+        made |= {"image": picture, "num_inference_steps": 2 * steps, "strength": 0.5}
+    if "Inpaint" in kind:
+        made |= {"image": picture, "mask_image": picture[:, :1].round()}
+    if "ControlNet" in kind:
+        nets = getattr(pipe.controlnet, "nets", None)
+        made["control_image" if "Img2Img" in kind else "image"] = picture if nets is None else [picture] * len(nets)
+    if kind.startswith("Wan"):
+        made["num_frames"] = 5
+    if "Img2Img" in kind:  # of the size of its picture
+        del made["width"], made["height"]
+    return made
+
+
+def image(pipe, width=32, height=32, steps=2, batch=1, seed=1, **given):
+    """What one call gives, the same for the same arguments: latents, if nothing else is asked for."""
+    made = {**arguments(pipe, width, height, steps, batch), "output_type": "latent"}
+    return pipe(**{**made, "generator": torch.Generator().manual_seed(seed), **given})[0]
+
+
 def _stable_diffusion(make, layout, parts):
     unet = parts.pop("unet", None) or seeded(lambda: diffusers.UNet2DConditionModel(**UNET, **layout))
     absent = dict.fromkeys(["text_encoder", "tokenizer"])
