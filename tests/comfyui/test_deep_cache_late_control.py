@@ -20,20 +20,17 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import controls, tiny_models
 from kit.captures import EAGER_BLOCKS, reasons
-from kit.deep_cache import SMALL, assert_close, assert_no_trace, cached, counts, split_chunks
+from kit.controls import adapter, control_net, watched
+from kit.deep_cache import SMALL, assert_close, assert_no_trace, cached, counts, failing, split_chunks
 from kit.families import CONTROLLED
 from kit.other_nodes import (
     SD15,
-    adapter,
     both_attentions,
-    control_net,
     controlled,
     guided,
     perpendicular,
-    watched,
     windowed,
 )
-from kit.thorough import thorough_except
 from kit.tiny_models import sample_latent, with_control
 from torch._dynamo.utils import counters
 
@@ -51,21 +48,25 @@ def control():
 
 
 @pytest.fixture
-def as_core_does(monkeypatch):
-    """What a call gives, and its full and skipped steps, with each ControlNet run before the model is called."""
+def compared(monkeypatch, control):
+    """From what makes an image to that image, which must be the one with each ControlNet run before the model is
+    called, in as many skipped steps; and the calls of the ControlNet so, and as it is."""
 
-    def call(make):
+    def compare(make):
+        control.calls.clear()
         with monkeypatch.context() as patch:
             patch.setattr(host, "postponed", lambda conds, model_options: conds)
-            return make(), counts()
+            expected, steps = make(), counts()
+        early = len(control.calls)
+        assert torch.equal(make(), expected)
+        assert counts() == steps and steps[1]
+        return expected, early, len(control.calls) - early
 
-    return call
+    return compare
 
 
 def another():
-    control = control_net(**SMALL)
-    tiny_models.randomize(control.control_model, seed=8)
-    return control
+    return control_net(seed=8, **SMALL)
 
 
 def for_part(*controls, **extra):
@@ -75,38 +76,24 @@ def for_part(*controls, **extra):
 
 
 PROMPTS = {
-    "both prompts": controlled,
-    "the positive prompt": lambda control: controlled(control, both=False),
-    "a chain": lambda control: controlled(control, another(), ends=(1.0, 0.5)),
-    "until half": lambda control: controlled(control, ends=(0.5,)),
-    "areas": lambda control: for_part(control, area=(6, 5, 2, 1), strength=0.8),
-    "a prompt that begins on a skipped step": lambda control: for_part(control, start_percent=0.15),
+    "both prompts": (controlled, False),
+    "the positive prompt": (lambda control: controlled(control, both=False), True),
+    "a chain": (lambda control: controlled(control, another(), ends=(1.0, 0.5)), False),
+    "until half": (lambda control: controlled(control, ends=(0.5,)), True),
+    "areas": (lambda control: for_part(control, area=(6, 5, 2, 1), strength=0.8), False),
+    "a prompt that begins on a skipped step": (lambda control: for_part(control, start_percent=0.15), True),
 }
-FORECAST = {"points": 2}
+"""What has the ControlNet, and whether features are extrapolated, of a batch with each prompt in calls of its own."""
 
 
-@pytest.mark.parametrize(
-    "settings, batch, split, prompt",
-    [
-        # Each prompt in one of the two ways.
-        pytest.param(*how, prompt, id=f"{name}-{prompt}", marks=() if number % 2 == at else pytest.mark.thorough)
-        for at, (name, how) in enumerate(
-            {"held, joined": ({}, 1, False), "extrapolated, batch, apart": (FORECAST, 2, True)}.items()
-        )
-        for number, prompt in enumerate(PROMPTS)
-    ],
-)
-def test_image_is_the_one_with_the_control_net_run_on_every_step(
-    model, control, as_core_does, no_fallback, prompt, settings, batch, split
-):
-    run = {**RUN, "batch": batch, "positive": PROMPTS[prompt](control)}
-    skipping = cached(split_chunks(model) if split else model, **settings)
-    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
-    before = len(control.calls)
-    assert torch.equal(tiny_models.sample(skipping, **run), expected)
-    assert counts() == steps and steps[1] >= 2
-    assert 0 < len(control.calls) - before < before
-    assert not torch.equal(expected, tiny_models.sample(skipping, **{**run, "positive": None}))
+@pytest.mark.parametrize("name", PROMPTS)
+def test_image_is_the_one_with_the_control_net_run_on_every_step(model, control, compared, no_fallback, name):
+    make, is_apart = PROMPTS[name]
+    run = {**RUN, "batch": 1 + is_apart, "positive": make(control)}
+    skipping = cached(split_chunks(model) if is_apart else model, points=1 + is_apart)
+    image, early, late = compared(lambda: tiny_models.sample(skipping, **run))
+    assert counts()[1] >= 2 and 0 < late < early
+    assert not torch.equal(image, tiny_models.sample(skipping, **{**run, "positive": None}))
     assert_no_trace(skipping)
 
 
@@ -132,15 +119,14 @@ def test_control_net_of_a_transformer_runs_on_every_step():
 @pytest.mark.parametrize(
     "layout, make", [(SMALL, lambda: controls.control_lora(**SMALL)), (SD15, adapter)], ids=["LoRA", "T2I"]
 )
-def test_other_control_objects_of_core_wait_too(layout, make, as_core_does, monkeypatch):
+def test_other_control_objects_of_core_wait_too(layout, make, compared, monkeypatch):
     skipping, control = cached(tiny_models.unet(**layout)), make()
     run = {**RUN, "width": 64, "height": 128, "positive": controlled(control)}
     asked, get = [], type(control).get_control
     monkeypatch.setattr(type(control), "get_control", lambda *args: asked.append(1) or get(*args))
-    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
-    assert torch.equal(tiny_models.sample(skipping, **run), expected)
-    assert counts() == steps == (2, 4) and len(asked) == 6 + 2
-    assert not torch.equal(expected, tiny_models.sample(skipping, **{**run, "positive": None}))
+    image, *_ = compared(lambda: tiny_models.sample(skipping, **run))
+    assert counts() == (2, 4) and len(asked) == 6 + 2
+    assert not torch.equal(image, tiny_models.sample(skipping, **{**run, "positive": None}))
 
 
 # What asks more than once, or by ways of its own
@@ -170,48 +156,36 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_beside_other_nodes_the_image_is_the_same(model, control, as_core_does, name):
+def test_beside_other_nodes_the_image_is_the_same(model, control, compared, name):
     patch, changes, calls = BESIDE[name]
     run = {**RUN, **changes}
     sample = dual_guider(control)
     if "guider" not in name:
         sample, run = tiny_models.sample, {**run, "positive": controlled(control)}
     for skipping in (patch(cached(model)), cached(patch(model))):
-        control.calls.clear()
-        expected, steps = as_core_does(lambda skipping=skipping: sample(skipping, **run))
-        before = len(control.calls)
-        assert torch.equal(sample(skipping, **run), expected)
-        assert counts() == steps and steps[1] >= 2
-        assert len(control.calls) - before < before
-        assert calls is None or len(control.calls) - before == calls
+        _, early, late = compared(lambda skipping=skipping: sample(skipping, **run))
+        assert counts()[1] >= 2
+        assert late < early and late == (calls or late)
 
 
 # Steps that turn out not to be skippable
 
 
-def failing(model, error, at):
-    """The model, raising `error` in the skipped call of this number."""
-    calls = []
+def failing_in_skipped(model, number):
+    """The model with an error in the skipped call of this number."""
+    skipped = set()
 
-    def patch(h, transformer_options):
-        if h.shape[1] == 1 and transformer_options["block"] == ("input", 0):
-            calls.append(1)
-            if len(calls) == at:
-                raise error
-        return h
+    def is_it(call, h):
+        skipped.update([call] if h.shape[1] == 1 else [])
+        return h.shape[1] == 1 and len(skipped) == number
 
-    model = model.clone()
-    model.set_model_input_block_patch(patch)
-    return model
+    return failing(model, ValueError("odd"), is_it)
 
 
-def test_control_net_is_back_in_the_call_that_could_not_be_skipped(model, control, as_core_does, caplog):
+def test_control_net_is_back_in_the_call_that_could_not_be_skipped(model, control, compared, caplog):
     run = {**RUN, "positive": controlled(control)}
-    expected, steps = as_core_does(lambda: tiny_models.sample(cached(failing(model, ValueError("odd"), 2)), **run))
-    before = len(control.calls)
-    assert torch.equal(tiny_models.sample(cached(failing(model, ValueError("odd"), 2)), **run), expected)
-    assert counts() == steps == (5, 1)
-    assert len(control.calls) - before == 5
+    _, _, late = compared(lambda: tiny_models.sample(cached(failing_in_skipped(model, 2)), **run))
+    assert counts() == (5, 1) and late == 5
     assert "a skipped step failed (ValueError: odd)" in caplog.text
 
 
@@ -223,7 +197,7 @@ def test_interrupt_in_a_control_net_that_runs_late_is_passed_on(model, control, 
             raise error("late")
 
     control.control_model.register_forward_hook(fail)
-    skipping = cached(failing(model, ValueError("odd"), 1))
+    skipping = cached(failing_in_skipped(model, 1))
     with pytest.raises(error):
         sample(skipping, **RUN, positive=controlled(control))
     assert len(control.calls) == 2
@@ -278,7 +252,6 @@ def by_a_hook(model, run, kind, wrapper):
     return model, {**run, "positive": comfy.hooks.set_hooks_for_conditioning(run["positive"], hooks)}
 
 
-@pytest.mark.parametrize("cached_first", thorough_except([True, False], True))
 @pytest.mark.parametrize(
     "kind, wrapper, by",
     [
@@ -287,16 +260,14 @@ def by_a_hook(model, run, kind, wrapper):
         ("calc_cond_batch", changed_control, by_a_node),
     ],
 )
-def test_wrapper_of_another_node_gets_what_it_always_got(model, control, as_core_does, kind, wrapper, by, cached_first):
-    plain = {**RUN, "positive": PROMPTS["a prompt that begins on a skipped step"](control)}
-    skipping, run = by(cached(model) if cached_first else model, plain, kind, wrapper)
-    skipping = skipping if cached_first else cached(skipping)
-    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
-    before = len(control.calls)
-    assert torch.equal(tiny_models.sample(skipping, **run), expected)
-    assert counts() == steps and steps[1] >= 2
-    assert len(control.calls) == 2 * before or by is by_a_hook  # the other prompt's waits
-    assert not torch.equal(expected, tiny_models.sample(cached(model), **plain))
+def test_wrapper_of_another_node_gets_what_it_always_got(model, control, compared, kind, wrapper, by):
+    make, _ = PROMPTS["a prompt that begins on a skipped step"]
+    plain = {**RUN, "positive": make(control)}
+    skipping, run = by(cached(model), plain, kind, wrapper)
+    image, early, late = compared(lambda: tiny_models.sample(skipping, **run))
+    assert counts()[1] >= 2
+    assert late == early or by is by_a_hook  # the other prompt's waits
+    assert not torch.equal(image, tiny_models.sample(cached(model), **plain))
 
 
 # Control objects that are left alone
@@ -342,8 +313,7 @@ def test_clones_on_several_devices_have_control_objects_of_their_own(control):
 # Quality
 
 
-@pytest.mark.parametrize("target", [40.0, pytest.param(50.0, marks=pytest.mark.thorough)])
-def test_quality_is_reached_with_a_control_net(target):
+def test_quality_is_reached_with_a_control_net():
     """On the trained network; the ControlNet changes its image at 33 dB."""
     from dev.bench import toy
 
@@ -360,8 +330,8 @@ def test_quality_is_reached_with_a_control_net(target):
             return sample_latent(model, empty, positive, negative, 30, toy.CFG, "euler", "normal", 1)
 
     plain = made(network)
-    error = (made(apply_deep_cache(network, DeepCacheSettings(quality=target))) - plain).square().mean().sqrt()
-    assert 20 * torch.log10((plain.max() - plain.min()) / error) >= target - 1
+    error = (made(apply_deep_cache(network, DeepCacheSettings(quality=40.0))) - plain).square().mean().sqrt()
+    assert 20 * torch.log10((plain.max() - plain.min()) / error) >= 40 - 1
     full, skipped = counts()
     assert skipped >= 6 and len(control.calls) == full
 

@@ -90,6 +90,17 @@ def unet_control(seed: int = 3, operations: Any = comfy.ops.disable_weight_init,
     return comfy.controlnet.ControlNet(net, load_device=CPU, manual_cast_dtype=cast)
 
 
+def watched(control: Any) -> Any:
+    """The ControlNet, its copies counting their network's calls in `control.calls`."""
+    control.calls = calls = []
+    control.control_model.register_forward_hook(lambda *args: calls.append(None))
+    return control
+
+
+def control_net(seed: int = 3, **changes: Any) -> Any:
+    return watched(unet_control(seed, **changes))
+
+
 def control_lora(rank: int = 4, seed: int = 7, **changes: Any):
     """A Control-LoRA's file for `tiny_models.unet`: hint and output layers whole, the others' differences."""
     net = unet_control(seed, **changes).control_model

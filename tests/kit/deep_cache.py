@@ -54,6 +54,22 @@ def split_chunks(model, split=lambda: True):
     return model
 
 
+def failing(model, error, when):
+    """The model with a patch that raises `error` where `when(call, h)`: the number of the call, what a block gave."""
+    calls = [0]
+
+    def patch(h, transformer_options):
+        if transformer_options["block"] == ("input", 0):
+            calls[0] += 1
+        if when(calls[0], h):
+            raise error
+        return h
+
+    model = model.clone()
+    model.set_model_input_block_patch(patch)
+    return model
+
+
 def assert_close(actual, expected, tolerance=SPLIT_TOLERANCE):
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()

@@ -15,12 +15,10 @@ import comfy.supported_models
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.patcher_extension import PatcherInjection
-from comfy.t2i_adapter.adapter import Adapter
 
 import nodes
 from kit import tiny_models
 from kit.deep_cache import by_uuid, reference
-from kit.tiny_models import Family
 from kit.tiny_models import lora as lora_file
 
 # Nodes of core
@@ -73,10 +71,10 @@ def noise(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def image_prompt(model, start=float("inf"), seen=None):
+def image_prompt(model, start=float("inf"), seen=None, blocks=BLOCKS):
     """What IP-Adapter puts in a cross-attention's place: tokens of an image for cond and uncond, besides the prompt's.
 
-    start: the noise level from which on it acts. seen: takes the name of every block that asked it.
+    start: the noise level from which on it acts. seen: takes the name of every block that asked it. blocks: with it.
     """
 
     def patch(q, k, v, options):
@@ -91,7 +89,7 @@ def image_prompt(model, start=float("inf"), seen=None):
         return out + 0.7 * optimized_attention(q, keys, values, options["n_heads"])
 
     model = model.clone()
-    for block in BLOCKS:
+    for block in blocks:
         model.set_model_attn2_replace(patch, *block)
     return model
 
@@ -171,21 +169,6 @@ def tiled(model):
     return model
 
 
-def tiled_evenly(model):
-    """The same with tiles of one shape, which are told apart by their order alone."""
-
-    def halves(apply_model, args):
-        whole = torch.zeros_like(args["input"])
-        for start in (0, 4):
-            tile = (..., slice(start, start + 5))
-            whole[tile] = apply_model(args["input"][tile], args["timestep"], **args["c"])
-        return whole
-
-    model = model.clone()
-    model.set_model_unet_function_wrapper(halves)
-    return model
-
-
 def reference_with_held_attention(model, interval):
     """Self-attention guidance blurs where the middle block attends, which a skipped step does not ask anew."""
     model = reference(model, interval)
@@ -236,25 +219,6 @@ SD15 = {
     "transformer_depth_output": [1] * 9 + [0] * 3,
 }
 """All twelve levels of SD1.5, 32 channels wide, which is what the place of a T2I-Adapter's residuals is made for."""
-
-
-def control_net(**changes):
-    network = Family("", "SD15", tiny_models.unet_config(**changes), context_dim=768).control_net(torch.float32)
-    return watched(network)
-
-
-def watched(control):
-    """The ControlNet, its copies counting their network's calls in `control.calls`."""
-    control.calls = calls = []
-    control.control_model.register_forward_hook(lambda *args: calls.append(None))
-    return control
-
-
-def adapter(xl: bool = False):
-    """A T2I-Adapter for 32 channels, as core loads it."""
-    network = Adapter(channels=[32, 64, 128, 128], nums_rb=2, cin=768 if xl else 192, ksize=1, sk=True, xl=xl).eval()
-    tiny_models.randomize(network.requires_grad_(False), seed=5)
-    return comfy.controlnet.T2IAdapter(network, network.input_channels, 8, "nearest-exact")
 
 
 def controlled(*controls, ends=(1.0, 1.0), both=True, seed=1):
