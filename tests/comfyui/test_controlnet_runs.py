@@ -2,8 +2,6 @@
 
 import functools
 
-import comfy.model_management
-import comfy.ops
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -12,15 +10,12 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models import controlnet
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.nodes.controlnet import AccelControlNet
 from kit import controls, tiny_models
 from kit.compiled import graphs
 from kit.controls import SMALL, adapter, control_lora, taesd, unet_control
-from kit.deep_cache import counts
 from kit.families import CONTROLLED
-from kit.step_cache import every
 from torch._dynamo.utils import counters
 
 SETTINGS = CompileSettings(backend="eager")
@@ -134,23 +129,6 @@ def test_flux_with_a_control_net_of_pixels_and_one_of_latents():
     assert len(set(compiled)) == 1 and fallbacks.rows() == []
 
 
-def test_interrupted_run_leaves_no_trace_and_the_next_is_right():
-    step = (control(), 0.8, 0.0, 1.0)
-    fast = (accelerate_control(control(), SETTINGS, cache), 0.8, 0.0, 1.0)
-    conds, expected = conditioned([fast]), image(step, fast=False)
-
-    def interrupt(step, *_):
-        if step == 1:
-            raise comfy.model_management.InterruptProcessingException()
-
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        tiny_models.sample(model(), 96, 120, callback=interrupt, **conds)
-    network = control().control_model
-    assert [name for name, part in network.named_modules() if "forward" in part.__dict__] == []
-    assert torch.equal(tiny_models.sample(model(), 96, 120, **conds), expected)
-    assert torch.equal(image(step, fast=False), expected)
-
-
 def compiled_as_a_module(network):
     return torch.compile(network, backend="eager")
 
@@ -190,12 +168,6 @@ def test_control_net_whose_streamed_weights_cannot_be_taken_says_so(monkeypatch,
     monkeypatch.setattr(net.control_model_wrapped, "is_dynamic", lambda: True, raising=False)
     accelerate_control(net, SETTINGS, cache)
     assert "streamed" in caplog.text
-
-
-def test_beside_deep_cache_the_image_is_that_of_the_plain_control():
-    cached = apply_deep_cache(model(), every(2, points=2))
-    assert_same_image((control(), 0.8, 0.0, 1.0), base=cached, steps=4)
-    assert counts() == (2, 2)
 
 
 def test_the_node_hands_out_an_accelerated_control_and_says_what_it_takes():

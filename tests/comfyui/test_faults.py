@@ -4,16 +4,14 @@ import comfy.model_management
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.compile_inputs import settings
 from kit import tiny_models
-from kit.compiled import forwards_in_place, graphs
+from kit.compiled import forwards_in_place
 from kit.thorough import thorough_except
 from kit.tiny_models import FLUX_FAMILY, sample_latent
-from torch._inductor.graph import GraphLowering
 
 
 @pytest.fixture(scope="module")
@@ -147,24 +145,3 @@ def test_interrupt_button_during_a_compilation_ends_the_image(name):
     assert torch.equal(make(fast(model, backend, cache)), expected)
     assert cache.statistics()["graphs"] == len(compilations) >= 2
     assert fallbacks.rows() == []
-
-
-@pytest.mark.thorough  # a real compilation by inductor; its sibling runs out of memory with the backend eager
-def test_out_of_memory_inside_inductor_is_tried_again(small, sample, monkeypatch):
-    def run(*args):
-        raise torch.OutOfMemoryError("not enough memory (simulated)")
-
-    monkeypatch.setattr(GraphLowering, "run", run)
-    cache = GraphCache()
-    sample(fast(small, "inductor", cache), 64, 64, steps=1)
-    assert cache.statistics()["entries"] == 0
-    assert all("out of memory" in row["reason"] for row in fallbacks.rows())
-
-
-def test_torch_that_cannot_compile_for_every_size_runs_eagerly(small, sample, hide):
-    hide(torch_internals.AOT_CALLABLE)
-    before = graphs()
-    out = sample(fast(small, "eager", GraphCache()), 64, 64)
-    assert torch.equal(out, sample(small, 64, 64))
-    assert fallbacks.rows() and all("SerializableCallable" in row["reason"] for row in fallbacks.rows())
-    assert graphs() == before

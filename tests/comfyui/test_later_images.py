@@ -24,6 +24,7 @@ from kit import tiny_models
 from kit.captures import capturing_cache
 from kit.compiled import graphs
 from kit.families import FAMILIES
+from kit.other_nodes import lora
 from kit.thorough import thorough_except
 from kit.zoo import ZOO
 
@@ -167,11 +168,7 @@ def other_layer(model, cls=Halved):
     return patched
 
 
-def with_lora(model):
-    return comfy.sd.load_lora_for_models(model, None, tiny_models.lora(model, seed=5), 0.5, 0)[0]
-
-
-@pytest.mark.parametrize(("change", "surveys"), [(with_lora, 0), (other_layer, 1)])
+@pytest.mark.parametrize(("change", "surveys"), [(lora, 0), (other_layer, 1)])
 def test_what_a_node_changes_in_between_is_in_the_image_and_surveyed_where_it_changes_code(change, surveys, work):
     """A clone of the patcher, over the same model; and back."""
     cache = GraphCache()

@@ -2,13 +2,10 @@
 
 import gc
 import itertools
-import weakref
 
 import psutil
-import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -16,8 +13,8 @@ from kit import tiny_models
 from kit.compiled import graphs
 from torch._dynamo.utils import counters
 
-SIZES = list(itertools.product(range(40, 200, 8), range(40, 120, 8)))
-"""Pixels: latents of 5 to 24 by 5 to 14, so that the deeper of the two levels is at least 3 by 3."""
+SIZES = list(itertools.product(range(40, 200, 8), range(40, 120, 8)))[::5]
+"""Forty in pixels: latents of 5 to 24 by 5 to 14, so that the deeper of the two levels is at least 3 by 3."""
 
 
 def resident_bytes() -> int:
@@ -25,19 +22,17 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(SIZES, marks=pytest.mark.thorough), SIZES[::5]], ids=len)
-def test_many_sizes_compile_once_and_keep_memory_flat(sample, sizes):
+def test_many_sizes_compile_once_and_keep_memory_flat(sample):
     cache = GraphCache()
     model = tiny_models.small_unet()
     fast_model = accelerate(model, CompileSettings(backend="eager"), cache)
-    assert len(sizes) in (40, 200)
     after_20 = 0
     # Without oneDNN, which keeps what it prepared for 1024 sizes: with it the plain model, too, grows by 6 to 8 %.
     with torch.inference_mode(), torch.backends.mkldnn.flags(enabled=False):
         sample(fast_model, 128, 128, steps=1)
         compiled = counters["stats"]["unique_graphs"]
         assert compiled > 0
-        for number, (width, height) in enumerate(sizes, start=1):
+        for number, (width, height) in enumerate(SIZES, start=1):
             sample(fast_model, width, height, steps=1)
             if number == 20:
                 after_20 = resident_bytes()
@@ -51,48 +46,15 @@ def test_many_sizes_compile_once_and_keep_memory_flat(sample, sizes):
     assert grown <= 0.03, f"resident memory grew by {grown:.1%} from the 20th to the last size"
 
 
-@pytest.mark.parametrize("cfg", [pytest.param(1.0, marks=pytest.mark.thorough), 5.0])  # a row less of each tensor
-def test_sizes_of_one_row_or_column_after_an_ordinary_one_compile_nothing(sample, cfg):
+def test_sizes_of_one_row_or_column_after_an_ordinary_one_compile_nothing(sample):
     model, cache = tiny_models.small_unet(model_channels=64), GraphCache()
     fast_model = accelerate(model, CompileSettings(backend="eager"), cache)
-    sample(fast_model, 128, 128, steps=1, cfg=cfg)
+    sample(fast_model, 128, 128, steps=1)
     compiled = graphs()
     for height, width, tokens in ((1, 40, 77), (2, 2, 1), (3, 5, 77), (14, 4, 1), (1, 1, 77), (1, 1, 1)):
-        run = dict(latent=torch.zeros(1, 4, height, width), steps=1, cfg=cfg, tokens=tokens)
+        run = dict(latent=torch.zeros(1, 4, height, width), steps=1, tokens=tokens)
         assert torch.equal(sample(fast_model, **run), sample(model, **run))
     assert graphs() == compiled and fallbacks.rows() == []
-
-
-def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
-    weight, compile_block, alive = 1000, block_compiler.compile_block, []
-
-    def weighed(*args, **options):
-        graph = compile_block(*args, **options)
-        graph.nbytes = weight
-        alive.append(weakref.ref(graph))
-        return graph
-
-    monkeypatch.setattr(block_compiler, "compile_block", weighed)
-    # One level: few kinds, of which each size compiles its own graphs.
-    one_level = {"channel_mult": [1], "num_res_blocks": [1], "transformer_depth": [0]}
-    model = tiny_models.small_unet(**one_level, transformer_depth_output=[0, 0])
-    expected = {side: sample(model, side, 64, steps=1) for side in (64, 80, 96)}
-    cache = GraphCache()
-    fast_model = accelerate(model, CompileSettings(backend="eager", any_size=False), cache)
-    sample(fast_model, 64, 64, steps=1)
-    of_one_size = cache.statistics()["graphs"]
-    assert of_one_size > 0
-    cache.set_budget(max_bytes=2 * of_one_size * weight)
-    for side in (64, 80, 96, 80, 96, 64):
-        assert torch.equal(sample(fast_model, side, 64, steps=1), expected[side])
-        statistics = cache.statistics()
-        assert 0 < statistics["bytes"] <= statistics["max_bytes"]
-        gc.collect()
-        assert len([graph for graph in alive if graph() is not None]) == statistics["graphs"] <= 2 * of_one_size
-    # 64 is there, 80, 96 are new; 80 and 96 are there; 64 had to leave.
-    assert statistics["compilations"] == 4 * of_one_size
-    assert statistics["evictions"] == 2 * of_one_size
-    assert fallbacks.rows() == []
 
 
 def test_image_whose_deepest_level_is_one_pixel_needs_few_graphs_of_its_own(sample):

@@ -29,9 +29,9 @@ from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.core_families import NOT_SAMPLED, OTHERS
 from kit.deep_cache import last_run
+from kit.other_nodes import lora
 from kit.step_cache import every
 from kit.thorough import thorough_except
-from kit.tiny_models import lora
 
 from dev import ROOT
 
@@ -118,10 +118,6 @@ def outcome(good: str) -> str:
     return f"no: {rows[0]['reason']}" if rows else good
 
 
-def with_lora(model, strength):
-    return comfy.sd.load_lora_for_models(model, None, lora(model, 5), strength, 0)[0]
-
-
 def compiled(name, case):
     """Batch 1 first; then another size, a longer prompt, batches and a LoRA compile nothing more, but for blocks whose
     positions have no rows for images, which in a batch of 1 look as if they had: once more for the first larger one."""
@@ -134,7 +130,7 @@ def compiled(name, case):
     for run, given in runs:
         assert_same(name, run.sample(fast, **given), run.sample(model, **given))
         made.append(graphs())
-    assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
+    assert_same(name, case.sample(lora(fast, 5, 0.5), size=1), case.sample(lora(model, 5, 0.5), size=1))
     made.append(graphs())
     kinds, later = len({key.kind for key in cache._entries}), made[-1] - made[0]
     assert len(set(made)) <= 2 and later <= kinds or name in A_GRAPH_A_SIZE, made
@@ -193,7 +189,7 @@ def quantised(name, case):
     fast = accelerate(model, SETTINGS, cache)
     assert_same(name, case.sample(fast), expected)
     made = graphs()
-    assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
+    assert_same(name, case.sample(lora(fast, 5, 0.5), size=1), case.sample(lora(model, 5, 0.5), size=1))
     assert graphs() == made or name in A_GRAPH_A_SIZE
     return outcome("fp8")
 
@@ -204,7 +200,7 @@ def streamed(name, case):
         return "–"
     plain, rng = case.load(), random.Random(1)
     expected = {
-        (size, strength): case.sample(with_lora(plain, strength) if strength else plain, size)
+        (size, strength): case.sample(lora(plain, 5, strength) if strength else plain, size)
         for size, strength in ((0, 0), (1, 0.5))
     }
     others = case.sample(case.load(seed=1))
@@ -219,7 +215,7 @@ def streamed(name, case):
         assert_same(name, case.sample(fast), expected[0, 0])
         assert card.peak <= card.capacity + 2 * largest_taken(model.model.diffusion_model)
         for size, strength in ((0, 0), (1, 0.5), (0, 0)):
-            out = case.sample(with_lora(fast, strength) if strength else fast, size)
+            out = case.sample(lora(fast, 5, strength) if strength else fast, size)
             assert_same(name, out, expected[size, strength])
             assert card.pins == 0
             card.shake(rng)

@@ -4,7 +4,6 @@ On the CPU the parts that are loaded and those that are not share a device, so w
 compiled is.
 """
 
-import comfy.sd
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -15,7 +14,7 @@ from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
 from kit.compiled import graphs
-from kit.tiny_models import lora as lora_file
+from kit.other_nodes import lora
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_blocks_that_are_loaded_whole_run_compiled_on_the_same_graphs_and_the_ot
     all_blocks = load(model, 1)
     ran_compiled(model, cache)
     compiled = graphs()
-    patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), strength, 0)[0] if strength else model
+    patched = lora(model, strength=strength) if strength else model
     for share in (0.995, 0.2, 1):  # all but a part of one block; the largest parts alone; all
         whole = load(patched, share)
         assert whole <= all_blocks and (whole == all_blocks) == (share == 1)

@@ -64,21 +64,6 @@ def test_the_vae_given_is_left_alone_and_shares_its_weights(vae):
 
 
 @torch.inference_mode()
-def test_nodes_of_core_run_a_view_as_they_run_the_vae(vae):
-    import nodes
-
-    view = uncompiled(vae)
-    for name, call in {
-        "VAEDecode": lambda node, v: node.decode(v, {"samples": latent(16, 12)})[0],
-        "VAEDecodeTiled": lambda node, v: node.decode(v, {"samples": latent(16, 12)}, 64, 16)[0],
-        "VAEEncode": lambda node, v: node.encode(v, PIXELS)[0]["samples"],
-        "VAEEncodeTiled": lambda node, v: node.encode(v, PIXELS, 64, 16)[0]["samples"],
-    }.items():
-        node = nodes.NODE_CLASS_MAPPINGS[name]()
-        assert torch.equal(call(node, view), call(node, vae)), name
-
-
-@torch.inference_mode()
 def test_a_failing_decode_has_cores_error_and_the_next_one_runs(vae):
     view = uncompiled(vae)
     with pytest.raises(RuntimeError) as expected:

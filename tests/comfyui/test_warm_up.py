@@ -10,7 +10,6 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_runs, warm_up
 from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse_sizes
@@ -19,7 +18,6 @@ from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs
 from kit import tiny_models
 from kit.deep_cache import cached
-from kit.thorough import thorough_except
 
 EAGER = CompileSettings(backend="eager")
 
@@ -99,11 +97,6 @@ def test_largest_run_that_is_possible_is_not_refused():
     assert parse_runs("1024x1024", "1, 64", "")[1] == [1, 64]
 
 
-def test_too_many_runs_are_refused(small):
-    with pytest.raises(ValueError, match="2000 runs"):
-        warm_up(small, tiny_models.conditioning(), [Size(64, 64)] * 50, list(range(1, 41)))
-
-
 def test_clearing_drops_graphs_and_frees_them(small, sample):
     sample(accelerate(small, EAGER), 64, 64)
     graphs = [weakref.ref(graph) for entry in shared._entries.values() for graph in entry.graphs]
@@ -115,45 +108,11 @@ def test_clearing_drops_graphs_and_frees_them(small, sample):
     assert shared.statistics()["entries"] == 0
 
 
-def test_kind_that_computes_something_else_goes_back_to_eager(small, sample):
-    def off_by_half(graph, examples):
-        return lambda *args: [out * 1.5 for out in graph(*args)]
-
-    cache = GraphCache()
-    fast = accelerate(small, CompileSettings(backend=off_by_half, measured=True), cache)
-    assert torch.equal(sample(fast, 64, 64), sample(small, 64, 64))
-    reasons = {row["reason"] for row in fallbacks.rows()}
-    assert reasons and all("differs from the uncompiled one" in reason for reason in reasons)
-    compiled = cache.statistics()["compilations"]
-    sample(fast, 96, 64)
-    assert cache.statistics()["compilations"] == compiled
-
-
-def test_kind_that_is_slower_goes_back_to_eager_at_that_size(small, sample):
-    def slow_at_8_by_8(graph, examples):
-        def run(*args):
-            if not any(isinstance(arg, torch.Tensor) and arg.ndim == 4 and arg.shape[-1] > 16 for arg in args):
-                time.sleep(0.02)
-            return graph(*args)
-
-        return run
-
-    cache = GraphCache()
-    fast = accelerate(small, CompileSettings(backend=slow_at_8_by_8, measured=True, stop_on_trouble=True), cache)
-    assert torch.equal(sample(fast, 64, 64, steps=8), sample(small, 64, 64, steps=8))
-    assert any("kept normal" in row["reason"] for row in fallbacks.rows())
-    compiled, hits = (cache.statistics()[name] for name in ("compilations", "hits"))
-    assert torch.equal(sample(fast, 256, 256, steps=1), sample(small, 256, 256, steps=1))
-    assert cache.statistics()["hits"] > hits
-    assert cache.statistics()["compilations"] == compiled
-
-
-# The backend that compiles nothing makes the first image shorter, and so the share larger.
-@pytest.mark.parametrize("backend", thorough_except(["eager", "inductor"], "eager"))
-def test_checking_gain_costs_little_of_the_first_image(small, sample, backend):
+def test_checking_gain_costs_little_of_the_first_image(small, sample):
+    """With the backend that compiles nothing, which makes the image shorter, and so the share larger."""
     cache = GraphCache()
     started = time.perf_counter()
-    sample(accelerate(small, CompileSettings(backend=backend, measured=True), cache), 128, 128, steps=20)
+    sample(accelerate(small, CompileSettings(backend="eager", measured=True), cache), 128, 128, steps=20)
     share = cache.statistics()["probe_seconds"] / (time.perf_counter() - started)
     print(f"comparing took {share:.2%} of the first image")
-    assert 0 < share < 0.1  # 0.02 is the goal; the compiler's own cache on disk may make the first image short
+    assert 0 < share < 0.1  # 0.02 is the goal
