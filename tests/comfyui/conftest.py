@@ -2,7 +2,6 @@
 
 import logging
 import os
-from contextlib import contextmanager
 
 import pytest
 from PIL import Image
@@ -16,7 +15,6 @@ boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is
 
 import comfy.model_management  # noqa: E402
-import torch  # noqa: E402
 from kit import tiny_models  # noqa: E402
 from kit.captures import CpuCapturer, capturing_cache  # noqa: E402
 from kit.deep_cache import said_of_fallbacks  # noqa: E402
@@ -89,29 +87,6 @@ def vae():
     from kit import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()
-
-
-@pytest.fixture
-def out_of_memory_once():
-    """Within it, a module's first call runs out of memory; there must be one."""
-
-    @contextmanager
-    def once(module):
-        failed = []
-
-        def fail(*_):
-            if not failed:
-                failed.append(1)
-                raise torch.OutOfMemoryError("simulated")
-
-        hook = module.register_forward_pre_hook(fail)
-        try:
-            yield
-        finally:
-            hook.remove()
-        assert failed
-
-    return once
 
 
 @pytest.fixture

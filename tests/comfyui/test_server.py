@@ -219,16 +219,3 @@ def test_lines_go_to_who_asked_for_the_prompt_and_to_the_node_that_ran(client):
     assert any(message["event"] == "run_end" for message in watching)
     assert speeds_up not in told[0]["lines"]
     assert not [message for message in watching if {"lines", "node", "prompt_id"} & set(message)]
-
-
-def test_prompt_with_the_inputs_of_an_earlier_build_runs(client):
-    graph = text_to_image(72, 72, KSampler={"seed": 31, "steps": 1})
-    node = next(node for node in graph.values() if node["class_type"] == "AccelDeepCache")
-    earlier = {"interval": 3, "depth": 0, "schedule": "uniform", "threshold": 0.05, "between": "hold"}
-    node["inputs"] = {"model": node["inputs"]["model"], **earlier, "quality": "off"}
-    assert images(client, graph)
-
-
-def test_server_still_serves_after_all_that(client):
-    graph = text_to_image(64, 64, KSampler={"seed": 23, "steps": 1})
-    assert same(images(client, graph), images(client, workflow.bypass(graph)))

@@ -107,9 +107,3 @@ def test_somebody_elses_mismatch_at_a_size_that_the_model_runs_at_is_not_blamed_
         tiny_models.sample(accelerated(fail_with(error, unet)), 64, 72, steps=1)
     assert "does not run" not in str(said.value) and "if that is why" in str(said.value)
     assert str(error) in str(said.value) and said.value.__cause__ is error
-
-
-def test_without_our_nodes_nothing_is_touched(hunyuan):
-    with pytest.raises(RuntimeError) as said:
-        sample_odd(hunyuan)
-    assert type(said.value) is RuntimeError
