@@ -13,15 +13,13 @@ import comfy.model_management
 import folder_paths
 import pytest
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.home import running_home
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.tracing import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location
-from comfy_accel.accel.store.graph_store import attach
 from kit import tiny_models
 from kit.asked_keys import asked_keys
 from kit.zoo import ZOO
@@ -182,53 +180,12 @@ def test_node_alone_touches_no_disk(home):
     assert not home.parent.exists()
 
 
-def test_caches_of_somebodys_own_get_no_store(home):
-    cache = GraphCache()
-    attach(cache, running_home)
-    assert cache.store is None
-
-
-def test_store_can_be_turned_off(home, monkeypatch):
-    monkeypatch.setenv(location.VARIABLE, "off")
-    attach(shared, running_home)
-    assert shared.store is None
-
-
 def test_users_folder_is_one_that_no_request_reaches(home):
     assert running_home() == home
     public = getattr(folder_paths, "get_public_user_directory", None)
     if public is None:
         pytest.skip("this ComfyUI keeps no users' folders from requests (get_public_user_directory)")
     assert public(home.name) is None
-
-
-@pytest.mark.thorough  # compiles the kinds of a small UNet with inductor
-def test_second_process_makes_the_same_image_without_compiling(home, sample):
-    shared.clear()
-    model = tiny_models.small_unet()
-    fast = accelerate(model, CompileSettings(backend="inductor"))
-    before = shared.statistics()
-    first = sample(fast, 64, 64)
-    compiled = shared.statistics()
-    assert compiled["compilations"] > before["compilations"] and compiled["loaded"] == before["loaded"]
-    shared.clear()  # as a new process begins; one of its own is in tests/unit/test_graph_store_processes.py
-    shared.store = None
-    second = sample(accelerate(model, CompileSettings(backend="inductor")), 64, 64)
-    loaded = shared.statistics()
-    assert loaded["compilations"] == compiled["compilations"]
-    assert loaded["loaded"] - compiled["loaded"] == compiled["compilations"] - before["compilations"]
-    torch.testing.assert_close(second, first, rtol=1e-4, atol=1e-5)
-    assert shared.store.statistics()["misses"] == []
-    other_size = sample(accelerate(model, CompileSettings(backend="inductor")), 96, 72, batch=2, tokens=154)
-    assert shared.statistics()["compilations"] == compiled["compilations"]
-    torch.testing.assert_close(other_size, sample(model, 96, 72, batch=2, tokens=154), rtol=1e-2, atol=2e-3)
-
-
-def test_every_kind_of_block_in_core_can_be_kept():
-    for specimen in ZOO.values():
-        for kind in survey(specimen.build()).kinds:
-            assert kind.opaque == frozenset()
-            assert module_files.digest(kind.sources - {""})
 
 
 def kinds_of_core():
