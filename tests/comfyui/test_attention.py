@@ -14,6 +14,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
 from kit.compiled import graphs
 from kit.families import DITS, FAMILIES
+from kit.other_nodes import image_prompt
 from kit.thorough import thorough_except
 
 SETTINGS = CompileSettings(backend="eager")
@@ -214,51 +215,23 @@ def test_override_that_gives_something_else_than_attention_runs_with_uncompiled_
     tiny.assert_same(functools.partial(overridden, override=halved))
 
 
-class ImagePrompt:
-    """As IP-Adapter's: attention to the tokens of an image beside the prompt's, in some of the steps."""
-
-    seen: set = set()
-
-    def __init__(self, number, tokens=4, weight=0.7):
-        self.number, self.weight, self.keys = number, weight, torch.randn(1, tokens, 64, generator=_seeded(number))
-
-    def __call__(self, q, k, v, extra_options):
-        self.seen.add((self.number, *extra_options["block"], extra_options["block_index"]))
-        out = core.optimized_attention(q, k, v, extra_options["n_heads"])
-        if extra_options["sigmas"].detach().cpu()[0].item() < 1:
-            return out
-        keys = self.keys.expand(q.shape[0], -1, -1)
-        return out + self.weight * core.optimized_attention(q, keys, keys.flip(1), extra_options["n_heads"])
-
-
-def _seeded(number):
-    return torch.Generator().manual_seed(number)
-
-
 PLACES = [("input", 2), ("output", 0), ("output", 1)]
-
-
-def prompted(model, **how):
-    model = model.clone()
-    for number, place in enumerate(PLACES):
-        model.set_model_attn2_replace(ImagePrompt(number, **how), *place)
-    return model
+prompted = functools.partial(image_prompt, blocks=PLACES)
 
 
 def test_image_prompt_is_called_from_compiled_blocks_and_another_compiles_nothing():
-    tiny = _unet()
-    ImagePrompt.seen.clear()
+    tiny, seen = _unet(), []
     plain = tiny.assert_same()
     first = graphs()
-    image = tiny.assert_same(prompted)
+    image = tiny.assert_same(functools.partial(prompted, seen=seen))
     compiled = graphs()
     assert compiled == first + 1 and not torch.equal(image, plain)
-    other = tiny.assert_same(functools.partial(prompted, tokens=9, weight=0.2))
+    other = tiny.assert_same(functools.partial(prompted, start=1.0))  # in the later steps alone
     assert not torch.equal(other, image)
     tiny.assert_same(prompted, size=1)
     tiny.assert_same()
     assert graphs() == compiled
-    assert ImagePrompt.seen == {(number, *place, 0) for number, place in enumerate(PLACES)}
+    assert {block for block, _ in seen} == {*PLACES}
 
 
 def test_replacement_that_gives_something_else_than_attention_runs_with_uncompiled_blocks():

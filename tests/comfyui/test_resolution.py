@@ -5,6 +5,7 @@ import comfy.sd
 import pytest
 import torch
 from kit import real_prompts, tiny_models
+from kit.real_prompts import give, keep
 from kit.thorough import thorough_except
 from kit.tiny_models import randomize
 
@@ -39,14 +40,6 @@ def unet():
 
 def image(width, height, batch=1):
     return torch.rand(batch, height, width, 3, generator=torch.Generator().manual_seed(width * height))
-
-
-def give(name):
-    return {"class_type": "Give", "inputs": {"name": name}}
-
-
-def keep(name, node, slot):
-    return {"class_type": "Keep", "inputs": {"name": name, "value": [node, slot]}}
 
 
 def snap(given=(), width=64, height=64, batch_size=1):

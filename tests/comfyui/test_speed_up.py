@@ -15,6 +15,7 @@ from comfy_accel.nodes.deep_cache import AccelDeepCache
 from comfy_accel.nodes.speed_up import AccelSpeedUp
 from comfy_extras import nodes_custom_sampler
 from kit import real_prompts, tiny_models, tiny_vaes
+from kit.real_prompts import give, keep
 from kit.tiny_models import sample
 
 import nodes
@@ -91,13 +92,13 @@ def test_a_vae_goes_through_and_none_is_needed():
 def test_a_vae_that_is_read_and_was_not_given_is_an_error_of_this_node_before_it_samples(prompts, monkeypatch):
     monkeypatch.delattr(real_prompts.Give, "IS_CHANGED")
     prompt = {
-        "1": {"class_type": "Give", "inputs": {"name": "model"}},
+        "1": give("model"),
         "7": {"class_type": "AccelSpeedUp", "inputs": {"model": ["1", 0], "quality": "Exact"}},
-        "9": {"class_type": "Keep", "inputs": {"value": ["7", 0], "name": "model"}},
+        "9": keep("model", "7"),
     }
     things = {"model": tiny_models.small_unet()}
     prompts.run(copy.deepcopy(prompt), **things)  # core writes into it
-    prompt["8"] = {"class_type": "Keep", "inputs": {"value": ["7", 1], "name": "vae"}}
+    prompt["8"] = keep("vae", "7", 1)
     with pytest.raises(real_prompts.Failed, match="connect one to its input vae"):
         prompts.run(prompt, **things)
     (failure,) = [data for event, data in prompts.executor.status_messages if event == "execution_error"]
@@ -113,9 +114,9 @@ def sampler(latent, steps, model="7"):
 def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
     """A first pass and a hires fix, through core's executor."""
     prompt = {
-        "1": {"class_type": "Give", "inputs": {"name": "model"}},
-        "2": {"class_type": "Give", "inputs": {"name": "conditioning"}},
-        "3": {"class_type": "Give", "inputs": {"name": "latent"}},
+        "1": give("model"),
+        "2": give("conditioning"),
+        "3": give("latent"),
         "7": {"class_type": "AccelSpeedUp", "inputs": {"model": ["1", 0], "quality": "Fast"}},
         "4": sampler(["3", 0], 14),
         "5": {
@@ -126,7 +127,7 @@ def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
             },
         },
         "6": sampler(["5", 0], 3),
-        "9": {"class_type": "Keep", "inputs": {"value": ["6", 0], "name": "latent"}},
+        "9": keep("latent", "6"),
     }
     things = {
         "model": tiny_models.small_unet(),
@@ -160,14 +161,13 @@ def lines(prompts, monkeypatch):
         "latent": {"samples": torch.zeros(1, 4, 8, 8)},
     }
     sources = {
-        "1": {"class_type": "Give", "inputs": {"name": "model"}},
-        "2": {"class_type": "Give", "inputs": {"name": "conditioning"}},
-        "3": {"class_type": "Give", "inputs": {"name": "latent"}},
+        "1": give("model"),
+        "2": give("conditioning"),
+        "3": give("latent"),
     }
 
     def run(graph, last):
-        keep = {"class_type": "Keep", "inputs": {"value": [last, 0], "name": "latent"}}
-        prompts.run({**sources, **graph, "9": keep}, **things)
+        prompts.run({**sources, **graph, "9": keep("latent", last)}, **things)
         return list(records.last().lines)
 
     return run
@@ -243,9 +243,9 @@ def test_two_controlnets_with_equal_inputs_each_know_their_node(prompts, monkeyp
     made = []
     monkeypatch.setattr(controlnet, "accelerate_control", lambda control, settings, node_id: made.append(node_id))
     how = {"shapes": "any size", "backend": "inductor", "on_trouble": "run eagerly"}
-    prompt = {"1": {"class_type": "Give", "inputs": {"name": "control"}}}
+    prompt = {"1": give("control")}
     for node in ("7", "12:7"):
         prompt[node] = {"class_type": "AccelControlNet", "inputs": {"control_net": ["1", 0], **how}}
-        prompt[f"9{node}"] = {"class_type": "Keep", "inputs": {"value": [node, 0], "name": node}}
+        prompt[f"9{node}"] = keep(node, node)
     prompts.run(prompt, control=object())
     assert sorted(made) == ["12:7", "7"]

@@ -58,6 +58,16 @@ class Keep:
         return {}
 
 
+def give(name: str) -> dict:
+    """The `Give` node of a prompt."""
+    return {"class_type": "Give", "inputs": {"name": name}}
+
+
+def keep(name: str, node: str, slot: int = 0) -> dict:
+    """The `Keep` node of a prompt for an output of another."""
+    return {"class_type": "Keep", "inputs": {"name": name, "value": [node, slot]}}
+
+
 class Failed(Exception):
     """The prompt ended with an error; the message is what ComfyUI shows."""
 
