@@ -7,6 +7,7 @@ import json
 
 import diffusers
 import torch
+from comfy_accel.accel.cache.graph_cache import shared
 
 from kit import deep_transformers
 
@@ -153,6 +154,22 @@ def image(pipe, width=32, height=32, steps=2, batch=1, seed=1, **given):
     """What one call gives, the same for the same arguments: latents, if nothing else is asked for."""
     made = {**arguments(pipe, width, height, steps, batch), "output_type": "latent"}
     return pipe(**{**made, "generator": torch.Generator().manual_seed(seed), **given})[0]
+
+
+def compiled_image(pipe, **given):
+    """An image in which graphs ran."""
+    before = shared.statistics()["hits"]
+    made = image(pipe, **given)
+    assert shared.statistics()["hits"] > before
+    return made
+
+
+def eager_image(pipe, **given):
+    """An image in which none did."""
+    before = shared.statistics()["hits"]
+    made = image(pipe, **given)
+    assert shared.statistics()["hits"] == before
+    return made
 
 
 def _stable_diffusion(make, layout, parts):
