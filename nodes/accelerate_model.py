@@ -45,6 +45,6 @@ class AccelModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, shapes, backend, on_trouble, check_gain=True, graphs=GRAPHS[0]) -> io.NodeOutput:
-        compiling = settings(shapes, backend, on_trouble, check_gain)
-        return io.NodeOutput(accelerate(model, compiling, made_by="AccelModel", graphs=graphs != GRAPHS[0]))
+    def execute(cls, model, graphs=GRAPHS[0], **compiling) -> io.NodeOutput:
+        has_graphs = graphs != GRAPHS[0]
+        return io.NodeOutput(accelerate(model, settings(**compiling), made_by="AccelModel", graphs=has_graphs))

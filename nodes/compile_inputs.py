@@ -62,7 +62,7 @@ def how_to_compile() -> list[Any]:
     ]
 
 
-def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool) -> CompileSettings:
+def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool = True) -> CompileSettings:
     """The settings for values of these inputs."""
     return CompileSettings(
         backend=backend,

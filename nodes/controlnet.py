@@ -39,7 +39,6 @@ class AccelControlNet(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, control_net, shapes, backend, on_trouble, check_gain=True) -> io.NodeOutput:
-        compiling = settings(shapes, backend, on_trouble, check_gain)
+    def execute(cls, control_net, **compiling) -> io.NodeOutput:
         node_id = cls.hidden.unique_id if cls.hidden else None  # not looked up: several may lead to one sampler
-        return io.NodeOutput(accelerate_control(control_net, compiling, node_id=node_id))
+        return io.NodeOutput(accelerate_control(control_net, settings(**compiling), node_id=node_id))

@@ -34,14 +34,7 @@ class AccelDeepCache(io.ComfyNode):
                 "Works at any size, with any sampler, and with UNets (SD1.5, SDXL) and transformers (Flux, SD3, Wan, "
                 "Qwen-Image)."
             ),
-            search_aliases=[
-                "deep cache",
-                "step cache",
-                "teacache",
-                "easycache",
-                "skip steps",
-                "TaylorSeer",
-            ],
+            search_aliases=["deep cache", "step cache", "teacache", "easycache", "skip steps", "TaylorSeer"],
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
                 make_input(

@@ -25,10 +25,10 @@ class AccelSpeedUp(io.ComfyNode):
                 "barely changes between steps. Place it after the loaders and LoRAs, before the sampler. After each "
                 "image the node says what it gained."
             ),
-            search_aliases=[
-                *("faster", "speed up", "optimize", "accelerate", "performance", "compile", "torch compile"),
-                *("teacache", "wavespeed", "first block cache", "easycache", "deepcache", "sage"),
-            ],
+            search_aliases=(
+                "faster, speed up, optimize, accelerate, performance, compile, torch compile, "
+                "teacache, wavespeed, first block cache, easycache, deepcache, sage"
+            ).split(", "),
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
                 make_input(

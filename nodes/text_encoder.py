@@ -30,6 +30,5 @@ class AccelTextEncoder(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, clip, shapes, backend, on_trouble, check_gain=True) -> io.NodeOutput:
-        compiling = settings(shapes, backend, on_trouble, check_gain)
-        return io.NodeOutput(accelerate_clip(clip, compiling, made_by="AccelTextEncoder"))
+    def execute(cls, clip, **compiling) -> io.NodeOutput:
+        return io.NodeOutput(accelerate_clip(clip, settings(**compiling), made_by="AccelTextEncoder"))

@@ -13,9 +13,7 @@ import torch
 
 from .reasons import Reason
 
-_TRITONS = ("triton", "triton-windows", "triton-rocm", "triton-xpu") + (
-    *("pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
-)
+_TRITONS = "triton triton-windows triton-rocm triton-xpu pytorch-triton pytorch-triton-rocm pytorch-triton-xpu".split()
 """Packages that bring the module `triton`."""
 
 _TRITON_OF = {10: 6, 11: 6, 12: 7, 13: 7, 14: 8, 15: 9}

@@ -159,10 +159,7 @@ POOL_END = Internal("torch._C", "_cuda_endAllocateToPool", "idle memory of captu
 POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", "idle memory of captures is not held")
 CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "no call is captured")
 
-AHEAD_OF_TIME = (
-    *(AOT_SWITCH, AOT_FUNCTION, AOT_CALLABLE),
-    *(LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT, CURRENT_TRACE, TRACED_CHANGES, FALLBACK_RANDOM),
-)
+AHEAD_OF_TIME = tuple(value for value in list(globals().values()) if getattr(value, "without", None) == _EAGERLY)
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
 CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)

@@ -78,8 +78,14 @@ def survey_model(
 
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:
-    asked = settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable
-    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, *asked))
+    asked = {
+        "min_repetitions": settings.min_repetitions,
+        "ignored": host.ignored,
+        "wraps": host.wraps,
+        "plain": host.plain,
+        "traceable": host.traceable,
+    }
+    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, **asked))
 
 
 def compiled_layers(

@@ -128,9 +128,19 @@ def _is_built_of_layers(module: torch.nn.Module) -> bool:
     return not isinstance(module, _CONTAINERS) and any(True for _ in module.children())
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether the model or a part of it is already compiled: torch would then trace into stand-ins and fail.
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, where this is what it returned."""
+    return getattr(model, "_orig_mod", model)
+
+
+def is_compiled_itself(module: torch.nn.Module) -> bool:
+    """Whether somebody else has compiled the module as a whole.
 
     Truthiness matters: what our hosts put where torch keeps a module's compiled call is false.
     """
-    return any("_orig_mod" in part._modules or part._compiled_call_impl for part in model.modules())
+    return bool("_orig_mod" in module._modules or module._compiled_call_impl)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model or a part of it is already compiled: torch would then trace into stand-ins and fail."""
+    return any(map(is_compiled_itself, model.modules()))

@@ -18,7 +18,7 @@ import torch
 from ..signature.tensors import PLAIN_TENSORS, tensors_in
 from .code_owner import home_of, package_of
 from .host_calls import FINDERS, OPTIONS, Callee, call_host, define_operator
-from .stored_form import Opaque, form_of
+from .stored_form import form_or_none
 from .substitution import foreign_forward, has_foreign_forward
 
 _called = threading.local()
@@ -112,7 +112,7 @@ class OpaqueLayers:
             return None
         known = self._of.get(layer)
         if known is None or known[0] is not type(weight):
-            known = self._of[layer] = type(weight), _is_opaque(weight), OpaqueLayer(layer.out_features)
+            known = self._of[layer] = type(weight), form_or_none(weight) is None, OpaqueLayer(layer.out_features)
         _, is_opaque, stand_in = known
         return stand_in if is_opaque or is_wrapped else None
 
@@ -139,11 +139,3 @@ def _standing_for(cls: type) -> type:
         return type(cls.__name__, (OpaqueLayer, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     except Exception:  # of an extension's `__init_subclass__`, of any type
         return OpaqueLayer
-
-
-def _is_opaque(weight: torch.Tensor) -> bool:
-    try:
-        form_of(weight)
-    except Opaque:
-        return True
-    return False

@@ -14,6 +14,7 @@ import torch
 
 from ..core.reasons import Reason, Refusal, RunEagerly
 from ..signature.argument_guard import tensor_guard
+from ..signature.tensors import PLAIN_TENSORS
 from . import stored_form
 from .substitution import foreign_forward
 
@@ -78,7 +79,7 @@ class LayoutSnapshot:
         self._stored = [(*at, weakref.ref(_plain(value))) for *at, value in places if isinstance(value, torch.Tensor)]
         weights = self._weights()
         self._are_none = [weight is None for weight in weights]
-        forms = [None if weight is None else _form_or_none(weight) for weight in weights]
+        forms = [None if weight is None else stored_form.form_or_none(weight) for weight in weights]
         self._forms = [(at, form) for at, form in enumerate(forms) if form is not None]
         self._hosts = [
             (vars(part), [name for name in vars(as_shown) if name in vars(part) and name != "forward"])
@@ -201,7 +202,7 @@ class WeightSnapshot:
                         continue
                     if holder is module.__dict__ and name in unread:
                         continue
-                    form = _form_of(value)
+                    form = _form_at_addresses(value)
                     if form is None:
                         places.append((holder, name))
                         if is_loaded:
@@ -296,22 +297,13 @@ class _Parts:
         return operator.attrgetter(path)(self._holder[self._name])
 
 
-def _form_or_none(tensor: torch.Tensor) -> stored_form.StoredForm | None:
-    try:
-        return stored_form.form_of(tensor)
-    except stored_form.Opaque:  # of a layer that is called as it is
-        return None
-
-
-def _form_of(tensor: torch.Tensor) -> stored_form.StoredForm | None:
-    try:
-        form = stored_form.form_of(tensor)
-    except stored_form.Opaque:
-        form = None
-    else:
-        if form is None or not form.factors:  # what is added is computed for each call, at no address
-            return form
-    raise UnsupportedWeights(Reason("weights_type", type=type(tensor).__name__))
+def _form_at_addresses(tensor: torch.Tensor) -> stored_form.StoredForm | None:
+    """The tensor's form; None for a plain tensor. Raises UnsupportedWeights."""
+    form = stored_form.form_or_none(tensor)
+    is_known = type(tensor) in PLAIN_TENSORS if form is None else not form.factors  # these are computed for each call
+    if not is_known:
+        raise UnsupportedWeights(Reason("weights_type", type=type(tensor).__name__))
+    return form
 
 
 def _are_at(holders: Sequence[dict[str, Any]], names: Sequence[str], addresses: list[int]) -> bool:

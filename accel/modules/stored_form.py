@@ -130,6 +130,14 @@ def form_of(tensor: torch.Tensor) -> StoredForm | None:
     return StoredForm(cls, parts, context, tuple(tensor.shape), tuple(tensor.stride()), added)
 
 
+def form_or_none(tensor: torch.Tensor) -> StoredForm | None:
+    """As `form_of`, and None also for a tensor whose class does not tell."""
+    try:
+        return form_of(tensor)
+    except Opaque:
+        return None
+
+
 def _runs_no_operators(cls: type[torch.Tensor]) -> bool:
     """Whether torch treats tensors of the class as their data, but for the class of what it makes of them."""
     function = getattr(cls.__torch_function__, "__func__", None)

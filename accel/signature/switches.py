@@ -9,8 +9,10 @@ import torch
 
 _PRODUCTS = (
     "allow_fp16_accumulation",
-    *("allow_fp16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction_split_k"),
-    *("allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k"),
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction_split_k",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction_split_k",
 )
 _CONVOLUTIONS = ("enabled", "benchmark", "benchmark_limit", "deterministic")
 _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")

@@ -19,6 +19,7 @@ import torch
 from ..cache.graph_cache import GraphCache, shared
 from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
+from ..compile.registry import backend_named
 from ..core.circuit_breaker import CircuitBreaker
 from ..core.errors import is_shortage, pass_on, without_frames
 from ..core.events import emit, log
@@ -96,7 +97,7 @@ class GraphStore:
         name: of the kind, for the report. devices: of the call's tensors. values: those of the call
         (`tree_spec.without_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
         """
-        if key.backend != "inductor" or self._loading.is_open:
+        if backend_named(key.backend).load is None or self._loading.is_open:
             return
         with self._lock:
             self._lookups += 1

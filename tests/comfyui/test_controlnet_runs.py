@@ -171,7 +171,7 @@ def test_control_net_whose_streamed_weights_cannot_be_taken_says_so(monkeypatch,
 
 
 def test_the_node_hands_out_an_accelerated_control_and_says_what_it_takes():
-    out = AccelControlNet.execute(control(), "any size", "eager", "run eagerly").result[0]
+    out = AccelControlNet.execute(control(), shapes="any size", backend="eager", on_trouble="run eagerly").result[0]
     assert out is not control() and type(out) is type(control())
     assert torch.equal(
         tiny_models.sample(model(), 96, 120, **conditioned([(out, 0.8, 0.0, 1.0)])),

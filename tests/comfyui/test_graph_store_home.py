@@ -96,7 +96,7 @@ def import_routes():
 def make_node():
     from comfy_accel.nodes.accelerate_model import AccelModel
     global accelerated
-    accelerated = AccelModel.execute(model, "any size", "inductor", "run eagerly").args[0]
+    accelerated = AccelModel.execute(model, shapes="any size", backend="inductor", on_trouble="run eagerly").args[0]
 
 def image():
     from comfy_accel.accel.cache.graph_cache import NoGraph

@@ -81,10 +81,9 @@ _KERNELS = {
 
 _IN_PYTHON = "comfy_kitchen.backends.eager"
 _TRACED = (
-    *("apply_rope", "apply_rope1", "apply_rope_split_half", "apply_rope_split_half1"),
-    *("rms_rope", "rms_rope1", "rms_rope_split_half", "rms_rope_split_half1"),
-    *("adaln", "rms_adaln"),
-)
+    "apply_rope apply_rope1 apply_rope_split_half apply_rope_split_half1 "
+    "rms_rope rms_rope1 rms_rope_split_half rms_rope_split_half1 adaln rms_adaln"
+).split()
 
 
 def _kitchen_stand_ins() -> Iterator[tuple[types.ModuleType, str, Any]]:

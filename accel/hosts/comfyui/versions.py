@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,14 @@ def is_dynamic(model: Any) -> bool:
 def is_split_over_devices(options: dict) -> bool:
     """Whether the call with this per-call dict is one of several that run at once, one per device (newer cores)."""
     return "multigpu_thread_device" in options
+
+
+def put_wrappers(model: Any, key: str, wrappers: Mapping[str, Callable]) -> None:
+    """Have a ModelPatcher's wrappers with our key be these, by their kind, and no others."""
+    for kind in list(model.wrappers):
+        model.remove_wrappers_with_key(kind, key)
+    for kind, wrapper in wrappers.items():
+        model.add_wrapper_with_key(kind, key, wrapper)
 
 
 def forget_prefetched(model: torch.nn.Module) -> None:

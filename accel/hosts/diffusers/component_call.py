@@ -14,6 +14,7 @@ from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...fingerprint.survey import KeptSurveys
+from ...modules.blocks import is_compiled_itself
 from ...modules.substitution import Order, substituted
 from .components import asks_for_attentions, load, without_idle_hooks
 from .runs import new_run, open_run
@@ -65,7 +66,7 @@ def call_of(model: torch.nn.Module) -> ComponentCall | None:
 
 def place(model: torch.nn.Module, settings: CompileSettings, cache: GraphCache, owner: object) -> bool:
     """Call the model through a `ComponentCall` from now on; False if somebody else compiled it as a whole."""
-    if model.__dict__.get(_SLOT) is not None and call_of(model) is None or "_orig_mod" in model._modules:
+    if is_compiled_itself(model):
         return False
     model.__dict__[_SLOT] = ComponentCall(model, settings, cache, owner)
     return True

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...core.events import emit, log
-from ...modules.blocks import is_compiled
+from ...modules.blocks import is_compiled, uncompiled
 from ...modules.substitution import Order, substituted
 from ...report.facts import skipping_fact
 from ...report.run import Skipping
@@ -67,7 +67,7 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
 def models_to_split(pipe: Any, report: Callable[..., None]) -> list[torch.nn.Module]:
     """The pipeline's models that have a split; `report` gets the reason for each of the others."""
     models = [getattr(pipe, name, None) for name in DENOISERS]
-    models = [getattr(model, "_orig_mod", model) for model in models if model is not None]
+    models = [uncompiled(model) for model in models if model is not None]
     if not models:
         report("DeepCache: it cannot divide %s, which has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
     found = []
@@ -258,7 +258,13 @@ class _Cache:
         """Close the run and report it."""
         if self.run is not None:
             run = self.run
-            skipping = Skipping(run.letters, run.why_full, run.settings.quality, run.skipped_work, run.bytes)
+            skipping = Skipping(
+                steps_taken=run.letters,
+                why_full=run.why_full,
+                target_db=run.settings.quality,
+                skipped_work=run.skipped_work,
+                kept_bytes=run.bytes,
+            )
             if not run.skipped_steps and run.why_full is None:
                 log.info("%s", skipping_fact(skipping).sentence)
             run.close()

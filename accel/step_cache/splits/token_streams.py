@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ...modules.blocks import uncompiled
+
 _signatures: dict[Callable[..., Any], inspect.Signature] = {}
 """Forward of a block's class → its signature."""
 
@@ -54,7 +56,7 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     Those that it takes as `*args` are named by their place, and so are the tensors of a tuple (LTX 2's picture and
     sound) or list, which blocks may write to, so it is there as well. Raises NoStreams when they do not fit.
     """
-    block = getattr(block, "_orig_mod", block)  # of torch.compile
+    block = uncompiled(block)
     signature = _signature(type(block).forward)
     try:
         bound = signature.bind(block, *args, **kwargs).arguments

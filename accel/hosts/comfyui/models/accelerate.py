@@ -22,7 +22,7 @@ from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.survey import KeptSurveys
-from ....modules.blocks import is_compiled
+from ....modules.blocks import is_compiled, uncompiled
 from ....modules.substitution import Layer
 from ....report.run import Totals
 from ....store.graph_store import attach
@@ -32,7 +32,7 @@ from ..recording import unrecorded_context
 from ..running_prompt import CompileProgress, leading_node
 from ..sizes.shape_errors import sizes_explained
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
-from ..versions import is_split_over_devices
+from ..versions import is_split_over_devices, put_wrappers
 from . import streamed
 from .options import CORE_COMPILE, INTERRUPTS, SKIPS, runs_between, simplifier
 from .run_events import run_events, sampling_begins, uses
@@ -152,7 +152,7 @@ class Run:
         with self._lock:
             state = self._states.get(model)
             if state is None:
-                name, why = type(getattr(model, "_orig_mod", model)).__name__, Reason("compiled_around")
+                name, why = type(uncompiled(model)).__name__, Reason("compiled_around")
                 if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
                     layers = {}
                     fallbacks.note(name, why, how="without Accel")
@@ -212,11 +212,12 @@ def accelerate(
         from . import capture
 
         capture.attach(cache, patched)
-    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.APPLY_MODEL):
-        patched.remove_wrappers_with_key(wrapper, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, made_by, graphs))
-    patched.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
-    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
+    wrappers = {
+        WrappersMP.OUTER_SAMPLE: _outer_sample(settings, cache, made_by, graphs),
+        WrappersMP.SAMPLER_SAMPLE: sampling_begins,
+        WrappersMP.APPLY_MODEL: _apply_model(settings, cache),
+    }
+    put_wrappers(patched, KEY, wrappers)
     return patched
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -37,6 +37,7 @@ from ..versions import is_dynamic, takes_streamed_weights
 from .capture_memory import let_core_take_memory, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
+from .streamed import Pins
 
 _unread: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Model → attributes that its code sets and never reads, for snapshots."""
@@ -197,7 +198,7 @@ class _HeldWeights:
 
     def __init__(self, model: torch.nn.Module):
         self._parts = [vars(part) for part in model.modules() if "_v" in vars(part)]
-        self._pinned: list[tuple] = []
+        self._pins = Pins()
         self._loaded: list[int] = []
         self.current: frozenset[int] | None = frozenset()
 
@@ -211,17 +212,14 @@ class _HeldWeights:
             return None
         current = []
         for number, state in enumerate(self._parts):
-            place, known = state.get("_v"), state.get("_v_signature")
-            if place is None:  # a LoRA of another size: core has put its weights in place
+            if state.get("_v") is None:  # a LoRA of another size: core has put its weights in place
                 continue
-            vbar, address, size = place
-            unpin, signature = vbar.unpin, vbar.fault(address, size)
+            signature, is_current = self._pins.pin(state)
             if signature is None:
                 self.release()
                 self.current = None
                 return None
-            self._pinned.append((unpin, address, size))
-            if known is not None and bytes(signature) == bytes(known):
+            if is_current:
                 current.append(number)
         self.current, self._loaded = frozenset(current), self._sizes()
         return self.current
@@ -242,11 +240,8 @@ class _HeldWeights:
         return (place for state in self._parts if (place := state.get("_v")) is not None)
 
     def release(self) -> None:
-        """Each is released, whatever the release of another raises."""
-        with ExitStack() as each:
-            for unpin, address, size in self._pinned:
-                each.callback(unpin, address, size)
-            self._pinned = []
+        """See `CaptureHost.release`."""
+        self._pins.release()
 
 
 def _streamed(module: torch.nn.Module) -> Collection[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,8 +73,7 @@ class _Calls:
     """
 
     def __init__(self, control: Any, settings: CompileSettings, cache: GraphCache, node_id: str | None):
-        self._control = control
-        self._made_with = settings, cache, node_id
+        self._control, self._settings, self._cache, self._node_id = control, settings, cache, node_id
         self._view: tuple[torch.nn.Module, torch.nn.Module] | None = None
         self._lease: Lease | None = None
         self._before = {name: vars(control).get(name) for name in _CALLS}  # extensions do the same
@@ -87,7 +87,7 @@ class _Calls:
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         copied = self.own("copy", *args, **kwargs)
         if copied is not self._control:
-            _Calls(copied, *self._made_with)
+            _Calls(copied, self._settings, self._cache, self._node_id)
         return copied
 
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,10 +108,9 @@ class _Calls:
             if reason is not None:
                 fallbacks.note(type(control).__name__, reason)
                 return self.own("get_control", *args, **kwargs)
-            settings, cache, node_id = self._made_with
             self._end()
-            self._lease = cache.begin_lease()
-            run = _ControlRun(network, settings, cache, self._lease, node_id)
+            self._lease = self._cache.begin_lease()
+            run = _ControlRun(network, self._settings, self._cache, self._lease, self._node_id)
             self._view = network, _view(network, run)
         view = vars(control)[name] = self._view[1]
         try:
@@ -125,7 +124,7 @@ class _Calls:
         if is_told and view is not None and view[1].accel_run.calls is not None:
             view[1].accel_run.calls.end()
         if lease is not None:
-            self._made_with[1].end_lease(lease)
+            self._cache.end_lease(lease)
 
     def _reduce(self, protocol: int) -> Any:
         """Pickling for the `copy` module: the control without our methods, which belong to one object."""
@@ -145,39 +144,37 @@ def _why_not(network: Any) -> Reason | None:
     return None
 
 
+@dataclass
 class _ControlRun:
     """The compiled layers of a network in one run; made at its first call, when its weights are in place.
 
     One control object has one run, and core calls each object from one thread: it clones the object per device.
     """
 
-    def __init__(
-        self, network: torch.nn.Module, settings: CompileSettings, cache: GraphCache, lease: Lease, node_id: str | None
-    ):
-        self.network = network
-        self._made_with = settings, cache, lease
-        self._node_id = node_id
-        self._progress = CompileProgress()
-        self.calls: WholeCalls | None = None
-        self._kinds = 0
+    network: torch.nn.Module
+    settings: CompileSettings
+    cache: GraphCache
+    lease: Lease
+    node_id: str | None
+    progress: CompileProgress = field(default_factory=CompileProgress)
+    calls: WholeCalls | None = None
+    kinds: int = 0
 
     @contextmanager
     def call(self, latent: Any = None, *given: Any) -> Iterator[None]:
         """Run the network's blocks compiled during one call of it with these inputs. latent: [B, C, ...]."""
         if isinstance(latent, torch.Tensor) and latent.ndim > 2:
-            lease = self._made_with[2]
-            lease.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
+            self.lease.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
         if self.calls is None:
-            settings, cache, _ = self._made_with
-            layers = block_layers(self.network, *self._made_with)
+            layers = block_layers(self.network, self.settings, self.cache, self.lease)
             unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]
             layers = {block: layer for block, layer in layers.items() if block not in unsteady}
-            self._kinds = count_kinds(layers)
-            self.calls = WholeCalls(type(self.network).__name__, layers, cache, settings)
+            self.kinds = count_kinds(layers)
+            self.calls = WholeCalls(type(self.network).__name__, layers, self.cache, self.settings)
             log.debug("%d blocks that set their own settings stay eager", len(unsteady))
-            if not self._kinds:
+            if not self.kinds:
                 fallbacks.note(type(self.network).__name__, Reason("no_blocks"))
-        with self._progress.during_call(self._kinds, self._node_id), self.calls.in_place((latent, *given)):
+        with self.progress.during_call(self.kinds, self.node_id), self.calls.in_place((latent, *given)):
             yield
 
 

@@ -17,6 +17,7 @@ from comfy.samplers import CFGGuider
 
 from ....core.errors import one_line
 from ....core.events import emit, log
+from ....modules.blocks import uncompiled
 from ....modules.substitution import Order, drop_restored_forwards, has_foreign_forward, substituted
 from ....report.facts import skipping_fact
 from ....report.run import Skipping
@@ -30,7 +31,7 @@ from ....step_cache.splits.layouts import find_split, numbers_kept, why_no_split
 from ..recording import unrecorded_context
 from ..running_prompt import leading_node
 from ..sizes.shape_errors import sizes_explained
-from ..versions import forget_prefetched
+from ..versions import forget_prefetched, put_wrappers
 from ..words import advised
 from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
@@ -41,14 +42,13 @@ from .samplers import NoiseLevels, facts_of, follows_schedule
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
 
-_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE)
-_WRAPPED += (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
-
 _MUCH = 1 << 29
 """Bytes kept from which on it is told before the run."""
 
 _PREDICTS = (
-    *("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function"),
+    "sampler_pre_cfg_function",
+    "sampler_cfg_function",
+    "sampler_post_cfg_function",
     "sampler_calc_cond_batch_function",
 )
 """Keys of model_options: functions of other nodes that change how predictions are made or combined."""
@@ -64,28 +64,21 @@ def apply_deep_cache(
     (`leading_node`).
     """
     clone = model_patcher.clone()
-    for kind in _WRAPPED:
-        clone.remove_wrappers_with_key(kind, KEY)
-    model = clone.get_model_object("diffusion_model")
+    model, wrappers = clone.get_model_object("diffusion_model"), {}
     if find_split(model) is None:
         log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_no_split(model))
-        return clone
-    if not settings.is_off:
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, made_by, choices))
-        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _make_room)
-        clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _begin_sampling)
-        clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
-        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _later_controls)
-        if asks_wrappers(_uncompiled(model)):
-            clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
-        else:
-            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _stand_in_for_model)
+    elif not settings.is_off:
+        asks = asks_wrappers(uncompiled(model))
+        wrappers = {
+            WrappersMP.OUTER_SAMPLE: _run_wrapper(settings, made_by, choices),
+            WrappersMP.PREPARE_SAMPLING: _make_room,
+            WrappersMP.SAMPLER_SAMPLE: _begin_sampling,
+            WrappersMP.PREDICT_NOISE: _begin_evaluation,
+            WrappersMP.CALC_COND_BATCH: _later_controls,
+            **({WrappersMP.DIFFUSION_MODEL: _call_model} if asks else {WrappersMP.APPLY_MODEL: _stand_in_for_model}),
+        }
+    put_wrappers(clone, KEY, wrappers)
     return clone
-
-
-def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that `torch.compile` was given, where `model` is what it returned."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _run_wrapper(settings: DeepCacheSettings, made_by: str | None, choices: dict[str, Any]) -> Callable[..., Any]:
@@ -132,7 +125,7 @@ class _Sampling:
 
     def will_keep(self, model: Any, noise_shape: Sequence[int], conds: Mapping[str, Sequence[Any]]) -> int:
         """Bytes that the run will keep of the BaseModel at most, by estimate."""
-        split = find_split(_uncompiled(model.diffusion_model))
+        split = find_split(uncompiled(model.diffusion_model))
         unused = "negative" if self._cfg == 1 else None  # core leaves it out
         branches = sum(len(group or ()) for name, group in conds.items() if name != unused)
         copies = self._settings.plan().points + 1  # and what a skipped step goes on with
@@ -191,8 +184,14 @@ class _Sampling:
             why = "another node or its sampler calls the model in a way of its own"
         else:
             why = run.why_full
-        letters, share, kept = ("", 0.0, 0) if run is None else (run.letters, run.skipped_work, run.bytes)
-        skipping = Skipping(letters, why, self._settings.quality, share, kept)
+        letters = "" if run is None else run.letters
+        skipping = Skipping(
+            steps_taken=letters,
+            why_full=why,
+            target_db=self._settings.quality,
+            skipped_work=0.0 if run is None else run.skipped_work,
+            kept_bytes=0 if run is None else run.bytes,
+        )
         emit("deep_cache_run", skipping=skipping, began=() if run is None else run.began)
         if is_quiet:
             pass
@@ -322,7 +321,7 @@ def _later_controls(executor: Any, model: Any, conds: list, x: torch.Tensor, tim
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """APPLY_MODEL wrapper: a stand-in for the model's forward, for models that run no wrappers themselves."""
-    model = _uncompiled(executor.class_obj.diffusion_model)
+    model = uncompiled(executor.class_obj.diffusion_model)
 
     @torch.compiler.disable
     def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -147,8 +147,8 @@ class StreamedWeights:
         self._is_patched = any(_functions(part, "weight") or _functions(part, "bias") for part, _, _ in self._parts)
         self._taken: Sequence[torch.Tensor] | None = None
         self._refusal: Reason | None = None
+        self._pins = Pins()
         # With what `release` calls: looked up before anything is held, a core without it makes taking fail.
-        self._pinned: list[tuple] = []
         self._brought: list[tuple] = []
         self._stream: Any = None
         self._current: Any = None
@@ -167,13 +167,12 @@ class StreamedWeights:
         with ExitStack() as last_first:
             if self._stream is not None:
                 last_first.callback(self._stream.wait_stream, self._current)
-            for unpin, address, size in self._pinned:
-                last_first.callback(unpin, address, size)
+            last_first.callback(self._pins.release)
             for part, clear in self._brought:
                 last_first.callback(vars(part).pop, "_prefetch", None)
                 for clear_prepared in clear:
                     last_first.callback(clear_prepared)
-            self._stream, self._pinned, self._brought = None, [], []
+            self._stream, self._brought = None, []
 
     def _try(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
         """Take the weights; why not, if that fails."""
@@ -197,22 +196,15 @@ class StreamedWeights:
         missing = []
         for part, weight, bias in self._parts:
             state = vars(part)
-            place = state.get("_v")
-            if place is None:  # a LoRA of another size: core has put its weights in place
+            if state.get("_v") is None:  # a LoRA of another size: core has put its weights in place
                 continue
-            signature = None
-            if "_prefetch" not in state:
-                vbar, address, size = place
-                unpin, signature = vbar.unpin, vbar.fault(address, size)
-                if signature is not None:
-                    self._pinned.append((unpin, address, size))
-                    known = state["_v_signature"]
-                    if known is not None and bytes(signature) == bytes(known):
-                        if weight is not None:
-                            made[weight] = state["_v_weight"]
-                        if bias is not None:
-                            made[bias] = state["_v_bias"]
-                        continue
+            signature, is_current = (None, False) if "_prefetch" in state else self._pins.pin(state)
+            if is_current:
+                if weight is not None:
+                    made[weight] = state["_v_weight"]
+                if bias is not None:
+                    made[bias] = state["_v_bias"]
+                continue
             missing.append((part, weight, bias, signature))
         if missing:
             self._bring(missing, inputs, made)
@@ -243,6 +235,32 @@ class StreamedWeights:
                 made[weight] = found[0]
             if bias is not None:
                 made[bias] = found[1]
+
+
+class Pins:
+    """Streamed weights' places on the device whose pages are pinned until `release`."""
+
+    def __init__(self) -> None:
+        self._pinned: list[tuple] = []
+
+    def pin(self, state: dict[str, Any]) -> tuple[Any, bool]:
+        """Pin the place of a layer with these attributes: what its pages hold, and whether that is what core's last use
+        of the layer left there, LoRA included. None and False where memory is short, and nothing is pinned."""
+        vbar, address, size = state["_v"]
+        # With what `release` calls: a core without it fails here, before anything is held.
+        unpin, signature = vbar.unpin, vbar.fault(address, size)
+        if signature is None:
+            return None, False
+        self._pinned.append((unpin, address, size))
+        known = state.get("_v_signature")
+        return signature, known is not None and bytes(signature) == bytes(known)
+
+    def release(self) -> None:
+        """Each is released, whatever the release of another raises."""
+        with ExitStack() as each:
+            for unpin, address, size in self._pinned:
+                each.callback(unpin, address, size)
+            self._pinned = []
 
 
 def _is_prepared(module: torch.nn.Module) -> bool:
