@@ -15,7 +15,7 @@ def main() -> int:
         print("\n".join(doctor.lines()))
         return 0
     if arguments[:1] != ["store"]:
-        print(f"usage: {command} store {{list,verify,export,import,prune}} ...", file=sys.stderr)
+        print(f"usage: {command} store {{list,export,import}} ...", file=sys.stderr)
         print(f"       {command} doctor", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     from .hosts.comfyui.store_cli import main as store

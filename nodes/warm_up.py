@@ -4,8 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.cache.graph_cache import shared
 from ..accel.core.sentences import counted
-from ..accel.hosts.comfyui.models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, parse_runs, warm_up
-from ..accel.hosts.comfyui.sizes.size_text import Limit
+from ..accel.hosts.comfyui.models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, Limit, parse_runs, warm_up
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 

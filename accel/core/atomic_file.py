@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import secrets
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ UNFINISHED_NAME = re.compile("[0-9a-f]+" + re.escape(UNFINISHED))
 _PATIENCE = 1.0
 """Seconds in which Windows may refuse to replace a file that somebody has open: a reader, a virus scanner."""
 
-_READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
-
 
 def write_whole(path: Path, data: bytes) -> None:
     """Create or replace a file, and create its folder; no reader ever sees part of it."""
@@ -33,7 +30,6 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())  # otherwise a power cut may leave the name without the bytes
         file.close()
         _replace(unfinished, path)
-    _sync_names(path.parent)
 
 
 @contextlib.contextmanager
@@ -53,25 +49,14 @@ def new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
             path.unlink()
 
 
-@contextlib.contextmanager
-def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_result]]:
-    """(file, its status) of a regular file, open for reading. Never blocks, as opening a pipe would.
+def open_file(path: Path) -> BinaryIO:
+    """The file, open for reading.
 
-    links: follow symbolic links.
-
-    Raises OSError: it is not a regular file; FileNotFoundError where there is none.
+    Raises OSError: it is not a regular file, and a pipe might never end; FileNotFoundError where there is none.
     """
-    if not links and path.is_symlink():  # Windows has no O_NOFOLLOW
-        raise OSError(f"{path.name} is a link, which is not followed")
-    descriptor = os.open(path, _READING | (0 if links else getattr(os, "O_NOFOLLOW", 0)))
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path.name} is not a regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file, status
-    finally:
-        os.close(descriptor)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is not a regular file")
+    return open(path, "rb")
 
 
 def _replace(unfinished: Path, path: Path) -> None:
@@ -83,13 +68,3 @@ def _replace(unfinished: Path, path: Path) -> None:
             if sys.platform != "win32" or time.monotonic() > deadline:
                 raise
         time.sleep(0.02)
-
-
-def _sync_names(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can flush a folder."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

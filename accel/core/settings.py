@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from .atomic_file import opened, write_whole
+from .atomic_file import open_file, write_whole
 
 NAME = "preferences.json"
 
@@ -58,8 +58,8 @@ def read(home: Path) -> Settings:
     """
     file, known = home / NAME, {field.name for field in fields(Settings)}
     try:
-        with opened(file, links=True) as (open_file, _):
-            found = json.loads(open_file.read(_LARGEST_FILE))
+        with open_file(file) as settings:
+            found = json.loads(settings.read(_LARGEST_FILE))
         return Settings(**{name: value for name, value in found.items() if name in known})
     except (FileNotFoundError, NotADirectoryError):
         return Settings()

@@ -71,36 +71,31 @@ def lacking(names: Iterable[Internal]) -> Internal | None:
 
 
 _EAGERLY = "blocks run eagerly, and the reason names it"
+_NOT_SAVED = "graphs are not saved"
+_LTX = "blocks of LTX 2 run eagerly"
+_COMPILED_TWICE = "a compiler around ours compiles our code too"
+_BUILT_AGAIN = "saved C++ kernels are built again"
 
 AOT_SWITCH = Internal("torch._dynamo.config", "enable_aot_compile", _EAGERLY)
 AOT_FUNCTION = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction", _EAGERLY)
 AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable", _EAGERLY)
-AOT_INDUCTOR = Internal(
-    "torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", "graphs are not saved"
-)
-SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", "graphs are not saved")
+AOT_INDUCTOR = Internal("torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", _NOT_SAVED)
+SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", _NOT_SAVED)
 LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", _EAGERLY)
 MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", _EAGERLY)
 TRACING_CONTEXT = Internal("torch._guards", "TracingContext", _EAGERLY)
 CURRENT_TRACE = Internal("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", _EAGERLY)
 TRACED_CHANGES = Internal("torch._dynamo.side_effects", "SideEffects.is_modified", _EAGERLY)
-CONSTANT_TRACERS = Internal(
-    "torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", "blocks of LTX 2 run eagerly"
-)
-TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", "blocks of LTX 2 run eagerly")
+CONSTANT_TRACERS = Internal("torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", _LTX)
+TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", _LTX)
 
-COMPILER_AROUND = Internal(
-    "torch._C._dynamo.eval_frame", "get_eval_frame_callback", "a compiler around ours compiles our code too"
-)
-SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", "a compiler around ours compiles our code too")
+COMPILER_AROUND = Internal("torch._C._dynamo.eval_frame", "get_eval_frame_callback", _COMPILED_TWICE)
+SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", _COMPILED_TWICE)
 GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", _EAGERLY)
 
-FAKE_TENSOR = Internal(
-    "torch._subclasses.fake_tensor", "FakeTensor", "caches of quantised weights may keep tensors of a trace"
-)
-FAKE_MODE = Internal(
-    "torch._subclasses.fake_tensor", "FakeTensorMode", "blocks that know their place have a graph each"
-)
+_FAKE = "torch._subclasses.fake_tensor"
+FAKE_TENSOR = Internal(_FAKE, "FakeTensor", "caches of quantised weights may keep tensors of a trace")
+FAKE_MODE = Internal(_FAKE, "FakeTensorMode", "blocks that know their place have a graph each")
 _UNSEEN = "what others have torch do in place of its functions is not noticed"
 FUNCTION_MODES = Internal("torch.overrides", "_get_current_function_mode_stack", _UNSEEN)
 DEVICE_MODE = Internal("torch.utils._device", "DeviceContext", _UNSEEN)
@@ -109,16 +104,14 @@ DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "without a GPU,
 TRANSFORM = Internal("torch._C._functorch", "peek_interpreter_stack", "blocks that torch.func has called stay eager")
 TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "each call of a block is described anew, slower")
 FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", _EAGERLY)
-INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", "graphs are not saved")
-AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", "graphs are not saved")
+INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", _NOT_SAVED)
+AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", _NOT_SAVED)
 CODE_CACHE = Internal(
     "torch._inductor.codecache", "PyCodeCache", "code of dropped graphs stays, and C++ kernels are built again"
 )
-WRITE = Internal("torch._inductor.codecache", "write_atomic", "saved C++ kernels are built again")
-CACHE_FOLDER = Internal("torch._inductor.runtime.cache_dir_utils", "cache_dir", "saved C++ kernels are built again")
-TENSOR_ADDRESS = Internal(
-    "torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", "saved C++ kernels are built again"
-)
+WRITE = Internal("torch._inductor.codecache", "write_atomic", _BUILT_AGAIN)
+CACHE_FOLDER = Internal("torch._inductor.runtime.cache_dir_utils", "cache_dir", _BUILT_AGAIN)
+TENSOR_ADDRESS = Internal("torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", _BUILT_AGAIN)
 
 _WIDE = "kernels divide by sizes of 64 bits, slower"
 KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", _WIDE)
@@ -129,13 +122,10 @@ HIDDEN = Internal("torch.utils._sympy.functions", "Identity", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", _WIDE)
 
 _ONE_BY_ONE = "weights are checked one by one, slower"
-PYTHON_WRAPPER = Internal("torch._inductor.codegen.wrapper", "PythonWrapperCodegen", _ONE_BY_ONE)
-INPUT_ASSERTS = Internal(
-    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.codegen_input_size_asserts", _ONE_BY_ONE
-)
-GENERATED_CODE = Internal(
-    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.generate", "nobody is told when kernels are built"
-)
+_WRAPPER = "torch._inductor.codegen.wrapper"
+PYTHON_WRAPPER = Internal(_WRAPPER, "PythonWrapperCodegen", _ONE_BY_ONE)
+INPUT_ASSERTS = Internal(_WRAPPER, "PythonWrapperCodegen.codegen_input_size_asserts", _ONE_BY_ONE)
+GENERATED_CODE = Internal(_WRAPPER, "PythonWrapperCodegen.generate", "nobody is told when kernels are built")
 STATIC_LAUNCH = Internal(
     "torch._inductor.config",
     "static_launch_user_defined_triton_kernels",
@@ -154,9 +144,10 @@ GRAPH_PASS = Internal(
 )
 PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", _AS_TRACED)
 
-POOL_BEGIN = Internal("torch._C", "_cuda_beginAllocateCurrentThreadToPool", "idle memory of captures is not held")
-POOL_END = Internal("torch._C", "_cuda_endAllocateToPool", "idle memory of captures is not held")
-POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", "idle memory of captures is not held")
+_NOT_HELD = "idle memory of captures is not held"
+POOL_BEGIN = Internal("torch._C", "_cuda_beginAllocateCurrentThreadToPool", _NOT_HELD)
+POOL_END = Internal("torch._C", "_cuda_endAllocateToPool", _NOT_HELD)
+POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", _NOT_HELD)
 CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "no call is captured")
 
 AHEAD_OF_TIME = tuple(value for value in list(globals().values()) if getattr(value, "without", None) == _EAGERLY)

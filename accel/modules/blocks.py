@@ -84,7 +84,9 @@ class BlockList:
 
     @property
     def weight(self) -> int:
-        return sum(matrix_weights(block) for block in self.blocks)
+        """The number of elements in parameters of two or more dimensions."""
+        parameters = (parameter for block in self.blocks for parameter in block.parameters())
+        return sum(parameter.numel() for parameter in parameters if parameter.ndim > 1)
 
 
 def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
@@ -107,11 +109,6 @@ def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
     heaviest = max(lists.values(), key=lambda found: found.weight)
     others = sum(found.weight for found in lists.values()) - heaviest.weight
     return (heaviest,) if heaviest.weight > others else ()
-
-
-def matrix_weights(module: torch.nn.Module) -> int:
-    """The number of elements in the module's parameters of two or more dimensions."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
 
 
 def _block_lists(module: torch.nn.Module, path: str) -> Iterator[BlockList]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from ..core.atomic_file import new_file, opened
+from ..core.atomic_file import new_file, open_file
 from . import manifest as entries
 from .folder import Folder
 from .manifest import GRAPH, LARGEST_MANIFEST, BadEntry, Manifest, printable
@@ -26,12 +26,6 @@ class Outcome(NamedTuple):
 
     entry: Manifest | str
     reason: str | None = None
-
-
-def verify(folder: Folder) -> Iterator[Outcome]:
-    """The outcome of checking each graph of a folder; loads none. Raises OSError: the folder cannot be read."""
-    for item in _graphs(folder):
-        yield item if isinstance(item, Outcome) else Outcome(item[0])
 
 
 def export(folder: Folder, file: Path) -> list[Outcome]:
@@ -57,36 +51,29 @@ def export(folder: Folder, file: Path) -> list[Outcome]:
 
 
 def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, bytes] | Outcome]:
-    """The graphs of a bundle file, as from `unpack`. largest: bytes of the file; None for no limit.
+    """The sound graphs of a bundle file, and an `Outcome` for each that is not. largest: bytes of the file, if limited.
 
-    Raises OSError: the file cannot be read. BadBundle.
+    A damaged manifest is the last: where the next begins is unknown.
+
+    Raises OSError: the file cannot be read. BadBundle: it is no bundle, or too large.
     """
-    with opened(file, links=True) as (plain, status):
-        if largest is not None and status.st_size > largest:
-            size, most = status.st_size >> 20, largest >> 20
-            raise BadBundle(f"it has {size} MB, and the store may have {most}: raise its limit first")
-        yield from unpack(plain)
-
-
-def unpack(file: BinaryIO) -> Iterator[tuple[Manifest, bytes] | Outcome]:
-    """The sound graphs of a bundle, and an `Outcome` for each that is not.
-
-    A damaged manifest is the last: where the next begins is unknown. Raises BadBundle: it is no bundle.
-    """
-    if file.read(len(HEAD)) != HEAD:
-        raise BadBundle("it is not a bundle")
-    count = 0
-    while (line := file.readline(LARGEST_MANIFEST)) != END:
-        count += 1
-        try:
-            manifest = entries.parse(line)
-        except BadEntry as bad:
-            yield Outcome(f"graph {count}", f"{bad}, and all that follows" if line else "the file ends too early")
-            return
-        try:
-            yield manifest, entries.read_data(file, manifest)
-        except BadEntry as bad:
-            yield Outcome(manifest, str(bad))
+    with open_file(file) as bundle:
+        size, count = file.stat().st_size, 0
+        if largest is not None and size > largest:
+            raise BadBundle(f"it has {size >> 20} MB, and the store may have {largest >> 20}: raise its limit first")
+        if bundle.read(len(HEAD)) != HEAD:
+            raise BadBundle("it is not a bundle")
+        while (line := bundle.readline(LARGEST_MANIFEST)) != END:
+            count += 1
+            try:
+                manifest = entries.parse(line)
+            except BadEntry as bad:
+                yield Outcome(f"graph {count}", f"{bad}, and all that follows" if line else "the file ends too early")
+                return
+            try:
+                yield manifest, entries.read_data(bundle, manifest)
+            except BadEntry as bad:
+                yield Outcome(manifest, str(bad))
 
 
 def take(found: Iterable[tuple[Manifest, bytes] | Outcome], folder: Folder) -> list[Outcome]:

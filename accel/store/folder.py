@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, opened, write_whole
+from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, open_file, write_whole
 
 LEFTOVER = 3600.0
-"""Seconds after which an unfinished file counts as abandoned.
-
-A file dated further ahead than this was written by a clock that has been set right since.
-"""
+"""Seconds after which an unfinished file counts as abandoned."""
 
 _SAVED = re.compile(r"[0-9a-f]+-[0-9a-f]+\.(graph|json|bin)")
 """Names of saved graphs; the last two are an earlier version's. A folder named by mistake may hold other JSON."""
@@ -48,11 +45,9 @@ class Folder:
         """All finished files whose names begin with `prefix`; none if there is no folder. Changes nothing."""
         return self._scan(lambda name: name.startswith(prefix) and not name.endswith(UNFINISHED))
 
-    @contextlib.contextmanager
-    def open(self, name: str) -> Iterator[BinaryIO]:
-        """The file, open for reading. Raises FileNotFoundError; OSError also for a link, a pipe and the like."""
-        with opened(self.path / name) as (file, _):
-            yield file
+    def open(self, name: str) -> BinaryIO:
+        """The file, open for reading. Raises FileNotFoundError; OSError also for a pipe and the like."""
+        return open_file(self.path / name)
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; no reader ever sees part of it."""
@@ -77,12 +72,11 @@ class Folder:
         """
         now = time.time()
         for file in self._scan(lambda name: UNFINISHED_NAME.fullmatch(name) is not None):
-            if abs(now - file.used) > LEFTOVER:  # another process may be about to finish the others
+            if now - file.used > LEFTOVER:  # another process may be about to finish the others
                 self.remove(file.name)
         saved = [file for file in self.files() if _SAVED.fullmatch(file.name)]
         left, deleted = sum(file.size for file in saved), 0
-        # What is dated in the future goes first: were it used at all, loading it would have dated it anew.
-        for file in sorted(saved, key=lambda file: (file.used <= now + LEFTOVER, file.used)):
+        for file in sorted(saved, key=lambda file: file.used):
             if left <= max_bytes:
                 break
             if self.remove(file.name):
@@ -96,13 +90,9 @@ class Folder:
         except FileNotFoundError:
             return
         with found:
-            for item in found:
-                # By name first: on a file server each stat costs a round trip.
-                if not matches(item.name):
-                    continue
-                try:
+            # By name first: on a file server each stat costs a round trip.
+            for item in (item for item in found if matches(item.name)):
+                with contextlib.suppress(OSError):  # another process has pruned it
                     status = item.stat(follow_symlinks=False)
-                except OSError:  # another process has pruned it
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    yield File(item.name, status.st_size, status.st_mtime)
+                    if stat.S_ISREG(status.st_mode):
+                        yield File(item.name, status.st_size, status.st_mtime)

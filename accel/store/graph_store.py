@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from ..cache.graph_cache import GraphCache, shared
 from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..compile.registry import backend_named
-from ..core.circuit_breaker import CircuitBreaker
 from ..core.errors import is_shortage, pass_on, without_frames
 from ..core.events import emit, log
 from ..core.settings import DEFAULT_STORE_MB
@@ -45,6 +45,9 @@ _MOST_OPENED = 4
 """Graphs opened for one call: each may take a second."""
 
 
+_MOST_FAILURES, _PAUSE = 3, 300.0
+
+
 def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
     """Give the process' shared cache its store, once; any other cache keeps what it has. Touches no disk.
 
@@ -60,6 +63,28 @@ def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
         return
     if folder is not None:
         cache.store = GraphStore(folder, lambda: location.max_bytes(home))
+
+
+class CircuitBreaker:
+    """Opens after 3 failures in a row, and stays open for 5 minutes: meanwhile nothing should be tried.
+
+    A network's timeout may be a minute long, and a model has dozens of kinds of blocks.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= _MOST_FAILURES and time.monotonic() < self._until
+
+    def record_failure(self) -> None:
+        self._failures += 1
+        self._until = time.monotonic() + _PAUSE
+
+    def record_success(self) -> None:
+        self._failures = 0
 
 
 class GraphStore:
@@ -115,7 +140,10 @@ class GraphStore:
                 why = BadEntry("what was saved of it failed in this process")
                 continue
             try:
-                found = self._manifest(stem, here)
+                found = manifest.read(self._folder, stem)
+                other = store_key.difference(here, found.environment)
+                if other is not None:
+                    raise BadEntry(other)
                 saved = Saved(self, found, _facts(found.facts), interrupts)
             except BadEntry as bad:
                 why = without_frames(bad)
@@ -177,8 +205,7 @@ class GraphStore:
         right where it was made, and where it is not, the graph compiled in its place is newer and so found first.
         """
         self.stop_loading(stem)
-        with self._lock:
-            is_own = stem in self._own
+        is_own = stem in self._own
         if is_own:
             self._folder.remove(stem + GRAPH)
         return not is_own
@@ -215,19 +242,10 @@ class GraphStore:
             else:  # any version of torch may have changed something of what the environment asks it
                 self._note(name, f"{failed}: {type(error).__name__}: {error}", logging.WARNING)
 
-    def _stems(self, digest: str) -> Iterator[str]:
+    def _stems(self, digest: str) -> list[str]:
         """The names of a key's graphs, most recently used first."""
         found = [file for file in self._folder.files(digest) if file.name.endswith(GRAPH)]
-        for file in sorted(found, key=lambda file: -file.used):
-            yield file.name.removesuffix(GRAPH)
-
-    def _manifest(self, stem: str, here: dict[str, str]) -> Manifest:
-        """A graph's manifest, which is valid in this environment; raises BadEntry otherwise."""
-        found = manifest.read(self._folder, stem)
-        other = store_key.difference(here, found.environment)
-        if other is not None:
-            raise BadEntry(other)
-        return found
+        return [file.name.removesuffix(GRAPH) for file in sorted(found, key=lambda file: -file.used)]
 
     def _note_loaded(self, stem: str) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, Settings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.hosts.comfyui.running_prompt import finish_node_progress, show_node_progress
+from comfy_accel.accel.hosts.comfyui.running_prompt import CompileProgress
 from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.cache_table import cache_table
@@ -219,13 +219,15 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     registry.register_handler(Watch("watch"))
     registry.start_progress("sampler")
     registry.update_progress("sampler", 1, 3)
+    with CompileProgress().during_call(2, "of another prompt"):
+        events.emit("compile_start", name="block")
+        events.emit("compile_end")
+    assert {node for node, _, _ in heard} == {"sampler"}
     heard.clear()
     stop = events.subscribe(lambda name, data: told.append(data) if name == "compiling" else None)
     try:
         with CurrentNodeContext("prompt", "sampler"):
             image(fast(unet, GraphCache(), made_by="AccelModel"))
-        show_node_progress("of another prompt", 1, 2)
-        finish_node_progress("of another prompt")
     finally:
         stop()
         sampler, own = registry.nodes["sampler"], registry.nodes["7"]

@@ -11,8 +11,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_runs, warm_up
-from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse_sizes
+from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_numbers, parse_runs, parse_sizes, warm_up
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs

@@ -207,7 +207,7 @@ def test_share_that_is_gone_is_asked_three_times_and_again_after_a_while(tmp_pat
         assert load(here, f"k{number}") is None
     assert folder.asked == 3
     now = time.monotonic()
-    monkeypatch.setattr("comfy_accel.accel.core.circuit_breaker.time.monotonic", lambda: now + 301)
+    monkeypatch.setattr("comfy_accel.accel.store.graph_store.time.monotonic", lambda: now + 301)
     assert load(here) is None and load(here) is None
     assert folder.asked == 4
 

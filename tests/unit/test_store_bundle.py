@@ -12,6 +12,7 @@ from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.store import bundle as store_bundle
 from comfy_accel.accel.store import location, manifest
+from comfy_accel.accel.store.folder import Folder
 from kit.stores import built, key, load, reasons, run_command, save, store
 
 
@@ -78,8 +79,9 @@ def test_every_truncated_bundle_is_found_to_be_one(tmp_path, bundle):
     whole = bundle.read_bytes()
     sound = list(store_bundle.read(bundle))
     for length in range(len(whole)):
+        bundle.write_bytes(whole[:length])
         try:
-            *found, last = store_bundle.unpack(io.BytesIO(whole[:length]))
+            *found, last = store_bundle.read(bundle)
         except store_bundle.BadBundle as bad:
             assert str(bad) == "it is not a bundle" and length < len(store_bundle.HEAD)
         else:
@@ -100,8 +102,9 @@ def test_every_flipped_bit_of_a_bundle_ends_in_a_sentence(tmp_path, capsys):
     for bit in range(len(whole) * 8):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
+        bundle.write_bytes(changed)
         try:
-            found = list(store_bundle.unpack(io.BytesIO(changed)))
+            found = list(store_bundle.read(bundle))
         except store_bundle.BadBundle as bad:
             ends[str(bad)] = changed
         else:
@@ -184,12 +187,10 @@ def test_one_graph_that_cannot_be_read_stops_no_command(tmp_path, capsys):
     link.symlink_to("nowhere")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert run_command(tmp_path, "list") == 0
-    assert run_command(tmp_path, "verify") == 1
-    told = capsys.readouterr()
-    assert "1 graph sound, 1 not" in told.out and "has 0 bytes of 1" in told.err  # a link is no file of the store
     assert run_command(tmp_path, "export", tmp_path / "bundle") == 1
-    assert "1 graph exported" in capsys.readouterr().out
-    assert run_command(tmp_path, "prune") == 0
+    told = capsys.readouterr()
+    assert "1 graph exported" in told.out and "has 0 bytes of 1" in told.err  # a link is no file of the store
+    Folder(tmp_path / "graphs").prune(1 << 20)
 
 
 def test_text_of_a_bundle_does_not_reach_the_terminal_as_it_is(tmp_path, bundle, capsys):
@@ -222,7 +223,7 @@ def load_for_real(home):
 def test_hostile_bundle_runs_nothing_before_a_person_has_trusted_it(tmp_path, capsys):
     mark, bundle = tmp_path / "mark", tmp_path / "hostile"
     save(store(tmp_path / "attacker"), data=pickle.dumps(Hostile(mark)))
-    for command in (["list"], ["verify"], ["export", bundle]):
+    for command in (["list"], ["export", bundle]):
         assert run_command(tmp_path / "attacker", *command) == 0
     capsys.readouterr()
     assert run_command(tmp_path / "victim", "import", bundle) == 1

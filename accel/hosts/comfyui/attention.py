@@ -50,7 +50,6 @@ _PREFERRED = "function"
 _call = threading.local()
 """options: the per-call dict of the block that this thread calls."""
 
-
 _odd: weakref.WeakSet[Any] = weakref.WeakSet()
 """Overrides that give something else than attention does."""
 
@@ -76,11 +75,8 @@ def begun() -> dict[str, Any] | None:
     return getattr(_call, "options", None)
 
 
-class Passed:
-    """What a block gets in place of a function of core's that it is given to call, as text encoders' attention is.
-
-    name: of the function. Plain, as `Replacement`.
-    """
+class _Named:
+    """Base of what a block gets in place of a function, by whose name it is known. No enum: torch calls none."""
 
     is_constant_argument = True
 
@@ -88,7 +84,11 @@ class Passed:
         self.name = name
 
     def __repr__(self) -> str:
-        return self.name
+        return f"{type(self).__name__} {self.name}"
+
+
+class Passed(_Named):
+    """In place of a function of core's that a block is given to call, as text encoders' attention is."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return _by_operator(f"{_CORE}:{self.name}", q, k, v, args, kwargs)
@@ -117,19 +117,8 @@ def is_opaque(module: str | None, name: str) -> bool:
     return callable(function) and not _is_traced(function)
 
 
-class Replacement(RunsOthersCode):
-    """What a block gets in the place of a function that another node has put in that of its attention.
-
-    name: of `REPLACED`. Plain, since torch's compiler calls no enum.
-    """
-
-    is_constant_argument = True
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"replaced {self.name}"
+class Replacement(_Named, RunsOthersCode):
+    """In place of a function, of a name in `REPLACED`, that another node has put in that of a block's attention."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         own = {name: item for name, item in options.items() if name not in _OF_BLOCK}

@@ -12,23 +12,6 @@ from ...compile.generated_code import STAGES, TRACE
 from ...core.events import emit, subscribe
 
 
-def show_node_progress(node_id: str, value: int, of: int) -> None:
-    """Fill a node's own progress bar to `value` of `of`; the bar of the running node is a separate one.
-
-    Does nothing outside of a prompt, or if core has no progress per node.
-    """
-    registry = _progress_of(node_id)
-    if registry is not None:
-        registry.update_progress(node_id, value, of)
-
-
-def finish_node_progress(node_id: str) -> None:
-    """Remove the node's own bar: the node is done."""
-    registry = _progress_of(node_id)
-    if registry is not None:
-        registry.finish_progress(node_id)
-
-
 def steps_shown() -> int | None:
     """How far the bar of the running node is, of a sampler its steps; None outside of a prompt, or without a bar."""
     context, registry = _executing(), _progress_registry()
@@ -36,11 +19,11 @@ def steps_shown() -> int | None:
     return None if shown is None else int(shown["value"])
 
 
-def _progress_of(node_id: str) -> Any:
+def _progress_of(node_id: str | None) -> Any:
     """Core's registry of progress per node, if the running prompt has this node."""
     registry = _progress_registry()
     has_node = getattr(getattr(registry, "dynprompt", None), "has_node", None)
-    return registry if has_node is not None and has_node(node_id) else None
+    return registry if node_id is not None and has_node is not None and has_node(node_id) else None
 
 
 def _progress_registry() -> Any:
@@ -117,9 +100,7 @@ class CompileProgress:
     def __init__(self) -> None:
         self._node_id: str | None = None
         self._name = ""
-        self._compiled = 0
-        self._loaded = 0
-        self._kinds = 0
+        self._compiled = self._loaded = self._kinds = 0
 
     @contextmanager
     def during_call(self, kinds: int, node_id: str | None) -> Iterator[None]:
@@ -139,8 +120,9 @@ class CompileProgress:
             yield
         finally:
             stop()
-            if self._compiled > done and self._node_id is not None:
-                finish_node_progress(self._node_id)
+            registry = _progress_of(node_id)
+            if self._compiled > done and registry is not None:
+                registry.finish_progress(node_id)
 
     def _report(self, name: str, data: dict[str, Any]) -> None:
         if name == "graph_loaded":
@@ -162,6 +144,6 @@ class CompileProgress:
 
     def _show(self, done: int, stages: int = 0) -> None:
         """done: kinds. stages: of the next one."""
-        if self._node_id is not None:
-            value = done * len(STAGES) + stages
-            show_node_progress(self._node_id, value, max(value, self._kinds * len(STAGES), 1))
+        registry, value = _progress_of(self._node_id), done * len(STAGES) + stages
+        if registry is not None:
+            registry.update_progress(self._node_id, value, max(value, self._kinds * len(STAGES), 1))

@@ -1,4 +1,4 @@
-"""The command `store`: shows, checks, exports, imports and deletes saved graphs, for a person at this machine."""
+"""The command `store`: shows, exports and imports saved graphs, for a person at this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ...core.sentences import counted
 from ...store import bundle, location, manifest
@@ -26,17 +25,6 @@ class Refused(Exception):
     """The command was not run; the message is a whole sentence that says why."""
 
 
-class Store(NamedTuple):
-    """The store that a command works on. home: None where only ACCEL_STORE says where the graphs are."""
-
-    home: Path | None
-    folder: Folder
-
-    @property
-    def max_bytes(self) -> int:
-        return location.max_bytes(self.home)
-
-
 def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
     """Run the command and return its exit code: 0, or 1 with a sentence on stderr."""
     options = _parser(command).parse_args(arguments)
@@ -45,7 +33,7 @@ def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
         folder = location.folder(home)
         if folder is None:
             raise Refused(f"{location.VARIABLE} turns the store off." if location.is_off() else NO_HOME)
-        return options.run(options, Store(home, folder))
+        return options.run(options, folder, home)
     except Refused as refused:
         sentence = str(refused)
     except BadBundle as bad:
@@ -56,46 +44,35 @@ def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
     return 1
 
 
-def _list(options: argparse.Namespace, store: Store) -> int:
+def _list(options: argparse.Namespace, folder: Folder, home: Path | None) -> int:
     total = count = 0
-    for file in sorted(store.folder.files()):
+    for file in sorted(folder.files()):
         total += file.size
         if file.name.endswith(GRAPH):
             count += 1
             try:
-                print(_line(manifest.read(store.folder, file.name.removesuffix(GRAPH))))
+                print(_line(manifest.read(folder, file.name.removesuffix(GRAPH))))
             except (BadEntry, OSError) as bad:
                 print(printable(f"{file.name}: {bad}"))
-    print(f"{counted(count, 'graph')}, {total / 2**20:.1f} MB in {store.folder}")
+    print(f"{counted(count, 'graph')}, {total / 2**20:.1f} MB in {folder}")
     return 0
 
 
-def _verify(options: argparse.Namespace, store: Store) -> int:
-    return _report(list(bundle.verify(store.folder)), "sound")
+def _export(options: argparse.Namespace, folder: Folder, home: Path | None) -> int:
+    return _report(bundle.export(folder, options.file), f"exported to {options.file}")
 
 
-def _export(options: argparse.Namespace, store: Store) -> int:
-    return _report(bundle.export(store.folder, options.file), f"exported to {options.file}")
-
-
-def _import(options: argparse.Namespace, store: Store) -> int:
+def _import(options: argparse.Namespace, folder: Folder, home: Path | None) -> int:
+    """home: None where only ACCEL_STORE says where the graphs are."""
     if not options.trust:
         for item in bundle.read(options.file):
             print(_outcome(item) if isinstance(item, Outcome) else _line(item[0]))
         raise Refused(NO_TRUST)
-    limit = store.max_bytes or None
-    outcomes = bundle.take(bundle.read(options.file, limit), store.folder)
+    limit = location.max_bytes(home) or None
+    outcomes = bundle.take(bundle.read(options.file, limit), folder)
     if limit is not None:
-        store.folder.prune(limit)
-    return _report(outcomes, f"imported to {store.folder}")
-
-
-def _prune(options: argparse.Namespace, store: Store) -> int:
-    limit = store.max_bytes if options.max_mb is None else options.max_mb << 20
-    if options.max_mb is None and not limit:
-        raise Refused("The store's limit is 0, so nothing more is saved: say with --max-mb how much may stay.")
-    print(f"{counted(store.folder.prune(limit), 'graph')} deleted.")
-    return 0
+        folder.prune(limit)
+    return _report(outcomes, f"imported to {folder}")
 
 
 def _report(outcomes: list[Outcome], done: str) -> int:
@@ -118,12 +95,6 @@ def _line(entry: Manifest) -> str:
     return "  ".join(map(printable, (entry.name, entry.stem, f"{entry.size / 1024:.0f} KB", where)))
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
 def _places(default: object) -> argparse.ArgumentParser:
     """The options that say whose store it is; they may come before the command or after it."""
     places = argparse.ArgumentParser(add_help=False, argument_default=default)
@@ -143,12 +114,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
         return added
 
     add("list", _list, "Show what is saved.")
-    add("verify", _verify, "Check all that is saved against its checksums.")
     export = add("export", _export, "Write what is saved to one file.")
     export.add_argument("file", type=Path)
     bring = add("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
     bring.add_argument("file", type=Path)
     bring.add_argument("--trust", action="store_true", help="the bundle's code may run here")
-    pruning = add("prune", _prune, "Delete what was used longest ago.")
-    pruning.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
     return parser

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,9 @@ from ...modules.blocks import is_compiled
 from ...modules.substitution import Order, substituted
 from ...store.graph_store import attach
 from .home import running_home
-from .models.accelerate import block_layers, count_kinds
+from .models.accelerate import NetworkRun
 from .models.streamed import clone_for_compiling, stays_in_place
-from .running_prompt import CompileProgress, leading_node
+from .running_prompt import leading_node
 from .views import as_view
 
 
@@ -57,14 +57,12 @@ class _Encoding:
     def __deepcopy__(self, memo: dict) -> _Encoding:
         return self
 
-    @contextmanager
-    def call(self, clip: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    def __call__(self, clip: Any) -> AbstractContextManager:
         models = [getattr(part, "transformer", None) for part in clip.cond_stage_model.modules()]
         models = [model for model in models if isinstance(model, torch.nn.Module)]
         if not models:
             fallbacks.note(type(clip.cond_stage_model).__name__, Reason("no_blocks"))
-        with substituted({model: functools.partial(self._encode, model) for model in models}, Order.CACHED):
-            yield
+        return substituted({model: functools.partial(self._encode, model) for model in models}, Order.CACHED)
 
     def _encode(self, model: torch.nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         """A call of one encoder with its blocks compiled; only now are its weights in place."""
@@ -75,14 +73,10 @@ class _Encoding:
             fallbacks.note(name, Reason("compiled_already"))
             return inner(*args, **kwargs)
         with self.cache.lease() as lease:
-            layers = block_layers(model, self.settings, self.cache, lease)
-            kinds = count_kinds(layers)
-            if not kinds:
-                fallbacks.note(name, Reason("no_blocks"))
             given = kwargs.get("embeds")
             if isinstance(given, torch.Tensor) and given.ndim == 3:
                 lease.uses = (Use(name, (), given.shape[0], given.shape[1]),)
-            own = layers[model]  # this call has already passed the place where it is now
-            node_id = leading_node(self.made_by, "CLIP")
-            with CompileProgress().during_call(kinds, node_id), substituted(layers, Order.COMPILED):
-                return own(inner, *args, **kwargs)
+            run = NetworkRun(model, self.settings, self.cache, lease, leading_node(self.made_by, "CLIP"))
+            out = run.call(inner, *args, **kwargs)
+            run.end()
+            return out

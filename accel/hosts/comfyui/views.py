@@ -1,20 +1,36 @@
-"""Views of objects that core runs by their methods (a VAE, a CLIP): certain calls of a view are made in a context."""
+"""Views of objects that core runs by their methods (a VAE, a CLIP): certain calls of a view are made in a context.
+
+The view of a VAE is never compiled. A VAE runs once per image, so compiling it pays back only over many images, and
+whoever compiles it for one size waits for the compiler again at the next.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
+Around = Callable[[Any], AbstractContextManager]
+"""Makes the context for one call of a view. Deep copies of the view have a deep copy of it."""
 
-class Around(Protocol):
-    """What makes the contexts. Deep copies of a view have what its `__deepcopy__` gives."""
 
-    def call(self, view: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:
-        """The context for one call of the view's method `name` with these arguments."""
+_VAE_CALLS = ("decode", "encode")
+"""Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""
+
+
+def uncompiled_vae(vae: Any) -> Any:
+    """A VAE with the same weights that runs uncompiled, whatever else compiles it; the given VAE is unchanged."""
+    return as_view(copy.copy(vae), _VAE_CALLS, _uncompiled)
+
+
+def _uncompiled(view: Any) -> AbstractContextManager:
+    """A context in which functions wrapped in torch.compile run eagerly (torch 2.6 and later)."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def as_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
@@ -31,7 +47,7 @@ def as_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
 def _view_class(base: type, prefixes: tuple[str, ...]) -> type:
     """A subclass of the class. Nested calls of one view (a VAE falls back to tiles by itself) stay under the outer."""
 
-    def inside(name: str, method: Callable) -> Callable:
+    def inside(method: Callable) -> Callable:
         # The caller may be compiled; this must not become part of its graph.
         @torch.compiler.disable
         @functools.wraps(method)
@@ -40,7 +56,7 @@ def _view_class(base: type, prefixes: tuple[str, ...]) -> type:
                 return method(self, *args, **kwargs)
             self._accel_active = True
             try:
-                with self._accel.call(self, name, args, kwargs):
+                with self._accel(self):
                     return method(self, *args, **kwargs)
             finally:
                 self.__dict__.pop("_accel_active", None)  # pop: another thread may have made a call too
@@ -51,7 +67,7 @@ def _view_class(base: type, prefixes: tuple[str, ...]) -> type:
         return as_view(base.clone(self, *args, **kwargs), prefixes, self._accel)
 
     names = [name for name in dir(base) if name.startswith(prefixes) and callable(getattr(base, name))]
-    calls = {name: inside(name, getattr(base, name)) for name in names}
+    calls = {name: inside(getattr(base, name)) for name in names}
     if hasattr(base, "clone"):
         calls["clone"] = functools.wraps(base.clone)(clone)
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

@@ -144,6 +144,8 @@ class _Cache:
         features = run.of(self.model)
         before = _called.set((*_called.get(), self.model))
         self.layouts.append(_layout(named))
+        # A transformer's residuals stay: what skipped blocks are given has no effect.
+        withheld = features.split.withhold(kwargs) if isinstance(features.split, DownUpUNetSplit) else kwargs
         try:
             return cached_call(
                 features,
@@ -151,8 +153,7 @@ class _Cache:
                 # the same order at every step.
                 features.branches(latent, ("batch",), (0,), self.layouts[-1]),
                 lambda: inner(*args, **with_own_lists(kwargs)),
-                # A transformer's residuals stay: what skipped blocks are given has no effect.
-                lambda: inner(*args, **_withheld(features.split, kwargs)),
+                lambda: inner(*args, **withheld),
                 (),
                 this_thread_only=not self.is_compiled,
             )
@@ -271,10 +272,6 @@ class _Cache:
             emit("deep_cache_run", skipping=skipping, began=run.began)
         self.run, self.evaluation, self.made = None, (-1,), None
         self.layouts.clear()
-
-
-def _withheld(split: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs
 
 
 def _joined(latent: Any) -> torch.Tensor | None:

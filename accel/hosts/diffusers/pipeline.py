@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...cache.graph_cache import GraphCache, shared
+from ...cache.graph_cache import shared
 from ...compile.registry import BACKENDS, DEFAULT
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
@@ -72,7 +73,7 @@ def accelerate_pipeline(
             )
     restore(pipe)
     begin_use()
-    _Acceleration(pipe, ignores, settings, deep_cache, shared).begin()
+    _Acceleration(weakref.ref(pipe), ignores, settings, deep_cache).begin()
     return pipe
 
 
@@ -126,27 +127,19 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         component_call.place_again(placed)
 
 
+@dataclass(eq=False)
 class _Acceleration:
     """The acceleration of one pipeline: `begin` and `end` it, any number of times.
 
     The pipeline owns this object, so both are freed together.
     """
 
-    def __init__(
-        self,
-        pipe: Any,
-        ignores: tuple[str, ...],
-        settings: CompileSettings,
-        deep_cache: DeepCacheSettings | None,
-        cache: GraphCache,
-    ):
-        self.pipe = weakref.ref(pipe)
-        self._ignores = ignores
-        self._settings = settings
-        self._deep_cache = deep_cache
-        self._cache = cache
-        self._models: dict[str, weakref.ref[torch.nn.Module]] = {}
-        self._undo = ExitStack()
+    pipe: weakref.ref[Any]
+    ignores: tuple[str, ...]
+    settings: CompileSettings
+    deep_cache: DeepCacheSettings | None
+    models: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """None: a copy of a pipeline is not accelerated, pickled or not."""
@@ -155,46 +148,46 @@ class _Acceleration:
     def begin(self) -> None:
         pipe = self.pipe()
         with ExitStack() as undo:
-            if self._deep_cache is not None:
-                undo.enter_context(deep_cache_of(pipe, self._deep_cache))
+            if self.deep_cache is not None:
+                undo.enter_context(deep_cache_of(pipe, self.deep_cache))
             undo.enter_context(around_loops(pipe, self._loop))
-            for name, model in chosen(pipe, self._ignores).items():
+            for name, model in chosen(pipe, self.ignores).items():
                 self._place(name, model)
             vars(pipe)[_NAME] = self
-            self._undo = undo.pop_all()
+            self.undo = undo.pop_all()
 
     def end(self) -> None:
         pipe = self.pipe()
         if vars(pipe).get(_NAME) is self:
             del vars(pipe)[_NAME]
         try:
-            self._undo.close()
+            self.undo.close()
         finally:
-            for name in list(self._models):
+            for name in list(self.models):
                 self._take_away(name)
 
     @contextmanager
     def _loop(self) -> Iterator[None]:
         """One denoising loop, which is one run."""
         self._follow_replaced_models()
-        with new_run(self._cache):
+        with new_run(shared):
             yield
 
     def _follow_replaced_models(self) -> None:
-        now = chosen(self.pipe(), self._ignores)
-        known = {name: reference() for name, reference in self._models.items()}
+        now = chosen(self.pipe(), self.ignores)
+        known = {name: reference() for name, reference in self.models.items()}
         for name in [name for name, model in known.items() if now.get(name) is not model]:
             self._take_away(name)
         for name in [name for name, model in now.items() if known.get(name) is not model]:
             self._place(name, now[name])
 
     def _place(self, name: str, model: torch.nn.Module) -> None:
-        self._models[name] = weakref.ref(model)
-        if not component_call.place(model, self._settings, self._cache, self):
+        self.models[name] = weakref.ref(model)
+        if not component_call.place(model, self.settings, shared, self):
             fallbacks.note(type(model).__name__, Reason("compiled_already"))
 
     def _take_away(self, name: str) -> None:
-        model = self._models.pop(name)()
+        model = self.models.pop(name)()
         if model is not None:
             component_call.take_away(model, self)
 

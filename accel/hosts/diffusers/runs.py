@@ -86,48 +86,33 @@ class Run:
     def _look(
         self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys
     ) -> tuple[Layers, Survey | None]:
-        reason = _why_not(model)
+        reason = Reason("compiled_already") if is_compiled(model) else moved_in_parts(model)
         if reason is not None:
             fallbacks.note(type(model).__name__, reason)
             return {}, None
         found = survey_model(model, settings, HOST, surveys)
-        _note_eager_blocks(model, found)
+        parts = dict(modules(model, HOST.wraps)) if found.left_eager else {}
+        for path, reason in found.left_eager:
+            fallbacks.note(type(parts[path]).__name__, reason)
         if not found.regions:
             return {}, None
         return compiled_layers(model, found, settings, HOST, self.cache, self._lease, surveys=surveys), found
 
 
-def _why_not(model: torch.nn.Module) -> Reason | None:
-    if is_compiled(model):
-        return Reason("compiled_already")
-    return moved_in_parts(model)
-
-
-def _note_eager_blocks(model: torch.nn.Module, found: Survey) -> None:
-    if found.left_eager:
-        parts = dict(modules(model, HOST.wraps))
-        for path, reason in found.left_eager:
-            fallbacks.note(type(parts[path]).__name__, reason)
-
-
-class _Open(threading.local):
-    """The run that this thread is in."""
-
-    run: Run | None = None
-
-
-_open = _Open()
+_open = threading.local()
+"""run: that this thread is in."""
 
 
 def open_run(cache: GraphCache) -> Run | None:
     """The run over this cache that the thread is in; None outside of any."""
-    return _open.run if _open.run is not None and _open.run.cache is cache else None
+    run = getattr(_open, "run", None)
+    return run if run is not None and run.cache is cache else None
 
 
 @contextmanager
 def new_run(cache: GraphCache) -> Iterator[Run]:
     """Make every model call of this thread inside the context part of one run."""
-    before = _open.run
+    before = getattr(_open, "run", None)
     with cache.lease() as lease:
         _open.run = Run(cache, lease)
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
@@ -23,7 +24,7 @@ from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.survey import KeptSurveys
 from ....modules.blocks import is_compiled, uncompiled
-from ....modules.substitution import Layer
+from ....modules.substitution import Forward, Layer
 from ....report.run import Totals
 from ....store.graph_store import attach
 from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
@@ -66,31 +67,26 @@ class _ModelState:
     captured: CapturedModel | None = None
 
 
+@dataclass(eq=False)
 class Run:
     """The compiled layers of one sampling run; made at its start, dropped at its end.
 
     Layers are made at a model's first call, because its weights are loaded only then. Each model has its own: the
     host may call a clone on each of several devices at once, from one thread per device.
+
+    graphs: whether whole calls are captured.
     """
 
-    def __init__(
-        self,
-        settings: CompileSettings,
-        cache: GraphCache,
-        lease: Lease,
-        node_id: str | None = None,
-        graphs: bool = False,
-    ):
-        self._settings = settings
-        self._cache = cache
-        self._lease = lease
-        self._node_id = node_id
-        self._progress = CompileProgress()
-        self._lock = threading.Lock()
-        self._states: dict[torch.nn.Module, _ModelState] = {}
-        self._contexts: set[int] = set()
-        self._graphs = graphs and _may_have_graphs(cache)
-        self._model_calls = 0
+    settings: CompileSettings
+    cache: GraphCache
+    lease: Lease
+    node_id: str | None = None
+    graphs: bool = False
+    progress: CompileProgress = field(default_factory=CompileProgress)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    states: dict[torch.nn.Module, _ModelState] = field(default_factory=dict)
+    lengths: set[int] = field(default_factory=set)
+    model_calls: int = 0
 
     @contextmanager
     def call(
@@ -106,64 +102,64 @@ class Run:
             yield options
             return
         if isinstance(context, torch.Tensor) and context.ndim > 1:
-            self._contexts.add(context.shape[1])
-        with self._progress.during_call(state.kinds, self._node_id):
-            if self._graphs:
-                with self._lock:
-                    self._model_calls += 1
-            if not self._graphs or is_split_over_devices(options):
+            self.lengths.add(context.shape[1])
+        with self.progress.during_call(state.kinds, self.node_id):
+            if self.graphs:
+                with self.lock:
+                    self.model_calls += 1
+            if not self.graphs or is_split_over_devices(options):
                 with state.calls.in_place((context, *given), are_alike=SKIPS not in options):
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for
 
-            with self._lock:
+            with self.lock:
                 if state.captured is None:
-                    state.captured = capture.begin(base, self._settings, self._cache, self._lease, state.layers)
+                    state.captured = capture.begin(base, self.settings, self.cache, self.lease, state.layers)
             with state.captured.standing_in(options) as options:
                 yield options
 
     @property
     def contexts(self) -> tuple[int, ...]:
         """Lengths of the prompts, in tokens."""
-        return tuple(sorted(self._contexts))
+        return tuple(sorted(self.lengths))
 
     def emit_totals(self, is_finished: bool) -> None:
         """Emit "run_calls" for the record of the run, once its lease is over."""
-        states = self._states.values()
+        states = self.states.values()
         runners = [layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner)]
         captures = [state.captured.capture for state in states if state.captured is not None]
         calls = [*(state.calls for state in states), *(capture.blocks for capture in captures)]
         eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(one.end() for one in calls)
-        if is_finished and runners and not (eager_calls or self._lease.calls or self._lease.replays):
-            for model in self._states:  # Wan Animate 2 calls methods of its blocks
+        if is_finished and runners and not (eager_calls or self.lease.calls or self.lease.replays):
+            for model in self.states:  # Wan Animate 2 calls methods of its blocks
                 fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
         totals = Totals.of(
-            self._lease,
-            self._settings.backend,
-            self._settings.measured,
+            self.lease,
+            self.settings.backend,
+            self.settings.measured,
             eager_calls=eager_calls,
             contexts=self.contexts,
-            model_calls=self._model_calls,
+            model_calls=self.model_calls,
         )
         emit("run_calls", totals=totals)
 
     def _state_of(self, model: torch.nn.Module, options: dict[str, Any]) -> _ModelState:
-        with self._lock:
-            state = self._states.get(model)
+        with self.lock:
+            state = self.states.get(model)
             if state is None:
                 name, why = type(uncompiled(model)).__name__, Reason("compiled_around")
                 if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
                     layers = {}
                     fallbacks.note(name, why, how="without Accel")
                 else:
-                    layers = block_layers(model, self._settings, self._cache, self._lease)
+                    layers = block_layers(model, self.settings, self.cache, self.lease)
                     why = Reason("no_blocks")
                 kinds = count_kinds(layers)
-                if self._settings.stop_on_trouble and not kinds:
+                if self.settings.stop_on_trouble and not kinds:
                     raise Trouble(f"{name} cannot run compiled: {why}")
-                calls = WholeCalls(name, layers, self._cache, self._settings)
-                state = self._states[model] = _ModelState(layers, calls, kinds)
+                calls = WholeCalls(name, layers, self.cache, self.settings)
+                state = self.states[model] = _ModelState(layers, calls, kinds)
             return state
 
 
@@ -196,6 +192,45 @@ def block_layers(
 def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:
     """How many kinds of blocks there are among the layers."""
     return len({layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)})
+
+
+@dataclass(eq=False)
+class NetworkRun:
+    """One run of a network beside the one that is sampled, such as a ControlNet's: its calls are made by one thread.
+
+    leaves_eager: blocks that are not to be compiled.
+    """
+
+    network: torch.nn.Module
+    settings: CompileSettings
+    cache: GraphCache
+    lease: Lease
+    node_id: str | None
+    leaves_eager: Callable[[torch.nn.Module], bool] = lambda block: False
+    progress: CompileProgress = field(default_factory=CompileProgress)
+
+    @functools.cached_property
+    def _made(self) -> tuple[Layer, WholeCalls, int]:
+        """The layer of the network itself, the calls of its blocks, and of how many kinds these are. Made at the first
+        call, when its weights are in place."""
+        layers = block_layers(self.network, self.settings, self.cache, self.lease)
+        own = layers.pop(self.network)
+        layers = {block: layer for block, layer in layers.items() if not self.leaves_eager(block)}
+        name, kinds = type(self.network).__name__, count_kinds(layers)
+        if not kinds:
+            fallbacks.note(name, Reason("no_blocks"))
+        return own, WholeCalls(name, layers, self.cache, self.settings), kinds
+
+    def call(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
+        """What the network's own forward gives, with its blocks compiled."""
+        own, calls, kinds = self._made  # the call has already passed the place where the layer would be
+        with self.progress.during_call(kinds, self.node_id), calls.in_place((*args, *kwargs.values())):
+            return own(inner, *args, **kwargs)
+
+    def end(self) -> None:
+        """Tell of calls that ran uncompiled; not after a run that was broken off."""
+        if "_made" in vars(self):
+            self._made[1].end()
 
 
 def accelerate(
@@ -234,7 +269,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | N
         node_id = leading_node(made_by, "MODEL")
         with run_events(executor, args, compiling={**described, "node": node_id}), ExitStack() as stack:
             lease = stack.enter_context(cache.lease())
-            run, is_finished = Run(settings, cache, lease, node_id, graphs), False
+            run, is_finished = Run(settings, cache, lease, node_id, graphs and _may_have_graphs(cache)), False
             options[KEY] = run
             try:
                 with sizes_explained(executor, args):

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ....cache.entry import Lease, Use
+from ....cache.entry import Use
 from ....cache.graph_cache import GraphCache, shared
 from ....core.compile_settings import CompileSettings
 from ....core.events import log
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
-from ....dispatch.block_runner import BlockRunner
-from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.code_facts import facts_of
 from ....modules.blocks import is_compiled
 from ....store.graph_store import attach
 from ..home import running_home
-from ..running_prompt import CompileProgress
 from ..versions import is_dynamic, takes_streamed_weights
-from .accelerate import block_layers, count_kinds
+from .accelerate import NetworkRun
 
 _NETWORKS = ("control_model", "t2i_model")
 """Attributes for a control object's network; a ControlLora has one only from `pre_run` to `cleanup`."""
@@ -74,8 +68,7 @@ class _Calls:
 
     def __init__(self, control: Any, settings: CompileSettings, cache: GraphCache, node_id: str | None):
         self._control, self._settings, self._cache, self._node_id = control, settings, cache, node_id
-        self._view: tuple[torch.nn.Module, torch.nn.Module] | None = None
-        self._lease: Lease | None = None
+        self._run: NetworkRun | None = None
         self._before = {name: vars(control).get(name) for name in _CALLS}  # extensions do the same
         vars(control).update({name: getattr(self, name) for name in _CALLS}, __reduce_ex__=self._reduce)
 
@@ -99,32 +92,31 @@ class _Calls:
         return self.own("cleanup", *args, **kwargs)
 
     def get_control(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the control's own, with a view of its network whose calls run compiled."""
-        control = self._control
-        name = next((name for name in _NETWORKS if vars(control).get(name) is not None), None)
-        network = vars(control)[name] if name else None
-        if self._view is None or self._view[0] is not network:
+        """Call the control's own, with its network's calls compiled."""
+        attributes = vars(self._control)
+        name = next((name for name in _NETWORKS if attributes.get(name) is not None), None)
+        network = attributes[name] if name else None
+        if self._run is None or self._run.network is not network:
             reason = _why_not(network)
             if reason is not None:
-                fallbacks.note(type(control).__name__, reason)
+                fallbacks.note(type(self._control).__name__, reason)
                 return self.own("get_control", *args, **kwargs)
             self._end()
-            self._lease = self._cache.begin_lease()
-            run = _ControlRun(network, self._settings, self._cache, self._lease, self._node_id)
-            self._view = network, _view(network, run)
-        view = vars(control)[name] = self._view[1]
+            lease = self._cache.begin_lease()
+            self._run = NetworkRun(network, self._settings, self._cache, lease, self._node_id, _sets_its_settings)
+        view = attributes[name] = _view(self._run)
         try:
             return self.own("get_control", *args, **kwargs)
         finally:
-            if vars(control).get(name) is view:
-                vars(control)[name] = network
+            if attributes.get(name) is view:
+                attributes[name] = network
 
     def _end(self, is_told: bool = True) -> None:
-        view, lease, self._view, self._lease = self._view, self._lease, None, None
-        if is_told and view is not None and view[1].accel_run.calls is not None:
-            view[1].accel_run.calls.end()
-        if lease is not None:
-            self._cache.end_lease(lease)
+        run, self._run = self._run, None
+        if run is not None:
+            if is_told:
+                run.end()
+            self._cache.end_lease(run.lease)
 
     def _reduce(self, protocol: int) -> Any:
         """Pickling for the `copy` module: the control without our methods, which belong to one object."""
@@ -139,43 +131,7 @@ class _Calls:
 def _why_not(network: Any) -> Reason | None:
     if not isinstance(network, torch.nn.Module) or type(type(network)) is not type:
         return Reason("no_network")
-    if is_compiled(network):
-        return Reason("compiled_already")
-    return None
-
-
-@dataclass
-class _ControlRun:
-    """The compiled layers of a network in one run; made at its first call, when its weights are in place.
-
-    One control object has one run, and core calls each object from one thread: it clones the object per device.
-    """
-
-    network: torch.nn.Module
-    settings: CompileSettings
-    cache: GraphCache
-    lease: Lease
-    node_id: str | None
-    progress: CompileProgress = field(default_factory=CompileProgress)
-    calls: WholeCalls | None = None
-    kinds: int = 0
-
-    @contextmanager
-    def call(self, latent: Any = None, *given: Any) -> Iterator[None]:
-        """Run the network's blocks compiled during one call of it with these inputs. latent: [B, C, ...]."""
-        if isinstance(latent, torch.Tensor) and latent.ndim > 2:
-            self.lease.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
-        if self.calls is None:
-            layers = block_layers(self.network, self.settings, self.cache, self.lease)
-            unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]
-            layers = {block: layer for block, layer in layers.items() if block not in unsteady}
-            self.kinds = count_kinds(layers)
-            self.calls = WholeCalls(type(self.network).__name__, layers, self.cache, self.settings)
-            log.debug("%d blocks that set their own settings stay eager", len(unsteady))
-            if not self.kinds:
-                fallbacks.note(type(self.network).__name__, Reason("no_blocks"))
-        with self.progress.during_call(self.kinds, self.node_id), self.calls.in_place((latent, *given)):
-            yield
+    return Reason("compiled_already") if is_compiled(network) else None
 
 
 def _sets_its_settings(block: torch.nn.Module) -> bool:
@@ -188,15 +144,15 @@ def _sets_its_settings(block: torch.nn.Module) -> bool:
     return any(name in assigned for module in block.modules() for name in vars(module))
 
 
-def _view(network: torch.nn.Module, run: _ControlRun) -> torch.nn.Module:
-    """A module that shares the network's `__dict__` and calls the network inside `run.call`.
+def _view(run: NetworkRun) -> torch.nn.Module:
+    """A module that shares the network's `__dict__` and calls the network in the run.
 
     In the network's place, it affects the calls of one control object only: another in the chain may have the same
     network, and a T2I-Adapter's is moved and cast right before its call.
     """
-    view = object.__new__(_view_class(type(network)))
+    view = object.__new__(_view_class(type(run.network)))
     # Module.__setattr__ would register the network as a submodule.
-    object.__setattr__(view, "__dict__", network.__dict__)
+    object.__setattr__(view, "__dict__", run.network.__dict__)
     object.__setattr__(view, "accel_run", run)
     return view
 
@@ -204,7 +160,9 @@ def _view(network: torch.nn.Module, run: _ControlRun) -> torch.nn.Module:
 @functools.lru_cache(maxsize=64)
 def _view_class(cls: type) -> type:
     def call(view: Any, *args: Any, **kwargs: Any) -> Any:
-        with view.accel_run.call(args[0] if args else kwargs.get("x"), *args[1:], *kwargs.values()):
-            return view.accel_run.network(*args, **kwargs)
+        run, latent = view.accel_run, args[0] if args else kwargs.get("x")
+        if isinstance(latent, torch.Tensor) and latent.ndim > 2:  # [B, C, ...]
+            run.lease.uses = (Use(type(run.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
+        return run.call(run.network, *args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__slots__": ("accel_run",), "__call__": call})

@@ -144,6 +144,7 @@ class _Sampling:
         percents = settings.start_percent, settings.end_percent
         self._levels = NoiseLevels(follows_schedule(self._sampler, patcher.load_device))
         facts = facts_of(self._sampler, guider, levels, is_flow)
+        conds = [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
         may_correct = not self._is_masked and _is_plain(guider) and not any(map(model_options.get, _PREDICTS))
         self.run = DeepCacheRun(
             settings,
@@ -151,7 +152,7 @@ class _Sampling:
             find_split,
             window=tuple(float(of_model.percent_to_sigma(percent)) for percent in percents),
             follows=_follows(of_model, facts) if may_correct else None,
-            changes=[angle(float(level), is_flow) for cond in _conds(guider) for level in _levels_of_change(cond)],
+            changes=[angle(float(level), is_flow) for cond in conds for level in _levels_of_change(cond)],
             why_full=_who_skips(guider, model_options),
         )
 
@@ -293,11 +294,6 @@ def _who_skips(guider: Any, model_options: dict[str, Any]) -> str | None:
 def _is_plain(guider: Any) -> bool:
     """Whether it combines predictions as core's CFGGuider does."""
     return getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
-
-
-def _conds(guider: Any) -> list[dict[str, Any]]:
-    """Its prompts, positive, negative and any other."""
-    return [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
 
 
 def _levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
