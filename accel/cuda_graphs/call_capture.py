@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,42 +23,47 @@ if TYPE_CHECKING:
     from .capture_key import CaptureKey
 
 
+class Call(NamedTuple):
+    """A call that may be captured or replayed. tensors: its inputs, then `features`, which a skipped one takes."""
+
+    key: CaptureKey
+    tensors: Sequence[torch.Tensor]
+    features: Mapping[Hashable, torch.Tensor]
+    device: torch.device
+
+
 @dataclass(frozen=True)
 class CallCapture:
-    """One call that may be captured.
+    """The capture of one call.
 
-    inner: makes the call. tensors: of its arguments, then those of `features`, which a skipped call takes.
-    proxy: of a call under DeepCache. weights: of the model. held: as of `CaptureHost.hold`. device: of all of it.
+    inner: makes the call. proxy: of a call under DeepCache. weights: of the model. held: as of `CaptureHost.hold`.
     constants: from the dry run of this call or of an earlier one of its key.
     """
 
-    key: CaptureKey
+    call: Call
     inner: Callable[..., Any]
-    tensors: Sequence[torch.Tensor]
-    features: Mapping[Hashable, torch.Tensor]
     proxy: FeaturesProxy | None
     pool: CapturePool
     observer: BlockObserver
     weights: WeightSnapshot
     held: frozenset
-    device: torch.device
     constants: HostConstants
 
     def dry_run(self) -> Reason | None:
         """Why the call cannot be captured; None where it can. Warms the capturer up as well."""
-        buffers = Buffers(self.tensors)
+        buffers = Buffers(self.call.tensors)
         self.observer.runs_eagerly = True
         try:
             with self.pool.capturer.lock:
-                buffers.fill(self.tensors)
-                mode = DryRun([*self.weights.tensors(), *buffers.tensors], self.device)
+                buffers.fill(self.call.tensors)
+                mode = DryRun([*self.weights.tensors(), *buffers.tensors], self.call.device)
 
                 def call() -> None:
                     with self.constants, mode:
                         self._call_on(buffers.tensors)
 
                 with suppress(Ended):
-                    self.pool.capturer.warm_up(self.device, call)
+                    self.pool.capturer.warm_up(self.call.device, call)
                 self.constants.is_complete = True
         finally:
             self.observer.runs_eagerly = False
@@ -74,8 +79,8 @@ class CallCapture:
         capturer = self.pool.capturer
         with capturer.lock:
             self.pool.begin()
-            buffers, loaded = Buffers(self.tensors), Buffers(self.weights.loaded())
-            buffers.fill(self.tensors)
+            buffers, loaded = Buffers(self.call.tensors), Buffers(self.weights.loaded())
+            buffers.fill(self.call.tensors)
             loaded.fill(self.weights.loaded())
 
             def call() -> tuple[Any, CaptureIO | None]:
@@ -85,16 +90,16 @@ class CallCapture:
             self.observer.capturing = True
             try:
                 if self.observer.used:  # compiled blocks, which were not part of the dry run
-                    capturer.warm_up(self.device, call)
+                    capturer.warm_up(self.call.device, call)
                 self.observer.reset()
-                graph, (out, io) = capturer.capture(self.device, call)
+                graph, (out, io) = capturer.capture(self.call.device, call)
             finally:
                 self.observer.capturing = False
-            self.pool.grow(graph, self.device)
+            self.pool.grow(graph, self.call.device)
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("model_changes"))
             captured = CapturedCall(
-                key=self.key,
+                key=self.call.key,
                 pool=self.pool,
                 graph=graph,
                 buffers=buffers,
@@ -106,7 +111,7 @@ class CallCapture:
                 held=self.held,
                 observer=self.observer,
             )
-            out, handed = captured.run(self.tensors)
+            out, handed = captured.run(self.call.tensors)
             made = [*tensors_of(out), *handed]
             is_even = len(made) == len(expected)
             depth = len(self.observer.used) + self.observer.eager_calls
@@ -117,9 +122,9 @@ class CallCapture:
 
     def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, CaptureIO | None]:
         """The call on these tensors, without an effect on DeepCache's run."""
-        count = len(tensors) - len(self.features)
-        args, kwargs = tree_spec.rebuild(self.key.call, tensors[:count])
-        given = dict(zip(self.features, tensors[count:], strict=True))
+        count = len(tensors) - len(self.call.features)
+        args, kwargs = tree_spec.rebuild(self.call.key.call, tensors[:count])
+        given = dict(zip(self.call.features, tensors[count:], strict=True))
         with self.proxy.captured(given) if self.proxy is not None else nullcontext() as io:
             return self.inner(*args, **kwargs), io
 

@@ -50,11 +50,8 @@ def of_device(device: torch.device, stream: torch.cuda.Stream | None) -> Reason 
         return Reason("not_cuda", device=f"{device} (ROCm)" if device.type == "cuda" else str(device))
     if torch.cuda.get_allocator_backend() != "native":
         return Reason("cuda_malloc_async")
-    if torch.cuda.is_current_stream_capturing():
-        return Reason("captured_around")
-    if stream is not None and torch.cuda.current_stream(device) != stream:
-        return Reason("captured_around")
-    return None
+    is_elsewhere = stream is not None and torch.cuda.current_stream(device) != stream
+    return Reason("captured_around") if torch.cuda.is_current_stream_capturing() or is_elsewhere else None
 
 
 def of_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reason | None]) -> Reason | None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
 from ..step_cache.capture_io import CaptureIO, FeaturesProxy
-from .call_capture import CallCapture, tensors_of
+from .call_capture import Call, CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
 from .conditions import CaptureFailed, of_arguments, of_warm_call, of_weights
 from .host_constants import HostConstants
@@ -55,15 +55,6 @@ class _Progress:
     resident_before: frozenset | None = None
     constants: HostConstants | None = None
     refused: bool = False
-
-
-class _Call(NamedTuple):
-    """A call that may be captured or replayed. tensors: its inputs, then `features`, which a skipped one takes."""
-
-    key: CaptureKey
-    tensors: list[torch.Tensor]
-    features: Mapping[Hashable, torch.Tensor]
-    device: torch.device
 
 
 class ModelCapture:
@@ -160,7 +151,7 @@ class ModelCapture:
 
     # Conditions, in the order that `conditions` has
 
-    def _capturable(self, args: tuple, kwargs: dict[str, Any]) -> _Call | None:
+    def _capturable(self, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """The call, if it may be captured or replayed; all weights are held then. None: none like it is in this run.
 
         Raises RunEagerly and UnsupportedArgument: why it may not.
@@ -185,7 +176,7 @@ class ModelCapture:
             self._stop(reason)  # to ask at every call would cost more than it may give
             return None
         _require(of_weights(self._guard.weights, variant.device))
-        return _Call(key, [*inputs, *features.values()], features, variant.device)
+        return Call(key, [*inputs, *features.values()], features, variant.device)
 
     def _variant_of(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
         """The variant of the call, and its tensors."""
@@ -265,7 +256,7 @@ class ModelCapture:
             progress.refused = True
         return progress.refused
 
-    def _warm_up(self, call: _Call, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _warm_up(self, call: Call, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Make the call eagerly, and take the next step towards its capture."""
         key, device = call.key, call.device
         progress, entry = self._progress_of(key), self._cache.get(key)
@@ -291,16 +282,13 @@ class ModelCapture:
             progress.constants = next(iter(entry.graphs)).constants
             self._cache.evict(key)
         capture = CallCapture(
-            key=key,
+            call=call,
             inner=inner,
-            tensors=call.tensors,
-            features=call.features,
             proxy=proxy,
             pool=self._pool,
             observer=self._observer,
             weights=self._guard.weights,
             held=held,
-            device=device,
             constants=progress.constants or HostConstants(device),
         )
         refusal = self._advance(progress, capture, [*tensors_of(out), *handed.tensors])
@@ -308,22 +296,22 @@ class ModelCapture:
             self._note(refusal)
         return out
 
-    def _advance(self, progress: _Progress, call: CallCapture, expected: Sequence[torch.Tensor]) -> Reason | None:
+    def _advance(self, progress: _Progress, capture: CallCapture, expected: Sequence[torch.Tensor]) -> Reason | None:
         """Dry-run the call or capture it, whichever is next; the reason where it will not be captured."""
-        known = (*self._host.interrupts, torch.OutOfMemoryError, NotReady, CaptureFailed)
+        key, known = capture.call.key, (*self._host.interrupts, torch.OutOfMemoryError, NotReady, CaptureFailed)
 
         def make() -> CapturedCall:
             if refusal is not None:
                 raise CaptureFailed(refusal)
             with self._pool.capturer.lock:  # until it is admitted, a capture on another thread would not count it
                 try:
-                    captured = call.capture(expected)
+                    captured = capture.capture(expected)
                 except known:
                     raise
                 except Exception as error:
                     raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
-                if self._hold() is not None or self._held != call.held:
-                    raise NoGraph(call.key, Reason("weights_streamed"))  # in this run
+                if self._hold() is not None or self._held != capture.held:
+                    raise NoGraph(key, Reason("weights_streamed"))  # in this run
                 self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             return captured
@@ -331,13 +319,13 @@ class ModelCapture:
         refusal = None
         try:
             if progress.constants is None:
-                refusal = self._dry_run(call, known)
+                refusal = self._dry_run(capture, known)
                 emit("dry_run_end", name=self._name)
                 if refusal is None:
-                    progress.constants = call.constants
+                    progress.constants = capture.constants
                     return None
                 self._pool.capturer.give_back()
-            self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
+            self._cache.find(key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
         except NotReady:  # later: another thread has dropped a block's graph, or the pool has only now dropped others
             return None
@@ -351,9 +339,9 @@ class ModelCapture:
         self._pool.drop(self._cache)
         return None
 
-    def _dry_run(self, call: CallCapture, known: tuple[type[BaseException], ...]) -> Reason | None:
+    def _dry_run(self, capture: CallCapture, known: tuple[type[BaseException], ...]) -> Reason | None:
         try:
-            return call.dry_run()
+            return capture.dry_run()
         except known:
             raise
         except KeyError as error:  # the call itself had it: the host keeps from captured calls what differs each time

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
-from comfy_accel.accel.hosts.diffusers import pipeline as host
+from comfy_accel.accel.hosts.diffusers import runs
 from diffusers.models import attention_dispatch, embeddings
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
@@ -84,7 +84,7 @@ def pipes():
 @pytest.fixture
 def empty_cache(monkeypatch):
     cache = GraphCache()
-    monkeypatch.setattr(host, "shared", cache)
+    monkeypatch.setattr(runs, "shared", cache)
     return cache
 
 

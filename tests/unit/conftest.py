@@ -15,9 +15,9 @@ def plain_environment(monkeypatch):
 def cache(monkeypatch):
     """The cache of `accelerate_module`, for one test alone and without a store."""
     from comfy_accel.accel.cache.graph_cache import GraphCache
-    from comfy_accel.accel.hosts.diffusers import module, pipeline
+    from comfy_accel.accel.hosts.diffusers import pipeline, runs
 
     own = GraphCache()
-    monkeypatch.setattr(module, "shared", own)
+    monkeypatch.setattr(runs, "shared", own)
     monkeypatch.setattr(pipeline, "attach", lambda *_: None)
     return own

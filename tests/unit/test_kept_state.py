@@ -17,7 +17,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.fingerprint.code_facts import may_keep
 from comfy_accel.accel.hosts.diffusers import module as host
-from comfy_accel.accel.hosts.diffusers import pipeline
+from comfy_accel.accel.hosts.diffusers import pipeline, runs
 from kit.blocks import reasons
 from kit.thorough import thorough_except, tuples_except
 from torch import nn
@@ -146,7 +146,7 @@ def by_hook(patch, model, function):
 
 def check(way, cache, monkeypatch, put=by_class, shapes=((1, 5, 4), (2, 5, 4), (1, 3, 4))):
     monkeypatch.setattr(pipeline, "attach", lambda *_: None)
-    monkeypatch.setattr(host, "shared", cache)
+    monkeypatch.setattr(runs, "shared", cache)
     got = []
     for is_compiled in (False, True):
         pack, model = loaded(), Model()

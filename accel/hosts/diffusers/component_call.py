@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...cache.graph_cache import GraphCache
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
@@ -30,14 +29,11 @@ class ComponentCall:
     owner: who placed it.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_model", "_settings", "_surveys", "owner")
+    __slots__ = ("__weakref__", "_model", "_settings", "_surveys", "owner")
 
-    def __init__(self, model: torch.nn.Module, settings: CompileSettings, cache: GraphCache, owner: object):
-        self._model = weakref.ref(model)
-        self._settings = settings
-        self._cache = cache
+    def __init__(self, model: torch.nn.Module, settings: CompileSettings, owner: object):
+        self._model, self._settings, self.owner = weakref.ref(model), settings, owner
         self._surveys = KeptSurveys()
-        self.owner = owner
 
     def __bool__(self) -> bool:
         """False: code that checks the slot (peft's does) asks whether the model is compiled as a whole."""
@@ -52,8 +48,8 @@ class ComponentCall:
         if asks_for_attentions(model, kwargs):  # of parts of its blocks, which a compiled block does not hand out
             fallbacks.note(type(model).__name__, Reason("attentions_asked"))
             return model._call_impl(*args, **kwargs)
-        run = open_run(self._cache)
-        with nullcontext(run) if run is not None else new_run(self._cache) as run, without_idle_hooks(model):
+        run = open_run()
+        with nullcontext(run) if run is not None else new_run() as run, without_idle_hooks(model):
             with substituted(run.layers(model, self._settings, self._surveys), Order.COMPILED, this_thread_only=True):
                 return model._call_impl(*args, **kwargs)
 
@@ -64,11 +60,11 @@ def call_of(model: torch.nn.Module) -> ComponentCall | None:
     return found if isinstance(found, ComponentCall) else None
 
 
-def place(model: torch.nn.Module, settings: CompileSettings, cache: GraphCache, owner: object) -> bool:
+def place(model: torch.nn.Module, settings: CompileSettings, owner: object) -> bool:
     """Call the model through a `ComponentCall` from now on; False if somebody else compiled it as a whole."""
     if is_compiled_itself(model):
         return False
-    model.__dict__[_SLOT] = ComponentCall(model, settings, cache, owner)
+    model.__dict__[_SLOT] = ComponentCall(model, settings, owner)
     return True
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...cache.graph_cache import shared
 from ...compile.registry import DEFAULT
 from . import component_call
 from .pipeline import begin_use, compile_settings
@@ -32,7 +31,7 @@ def accelerate_module(module: torch.nn.Module, backend: str = DEFAULT, *, measur
         raise TypeError(f"expected a torch.nn.Module, not a {type(module).__name__}")
     settings = compile_settings(backend, measured=measured)
     begin_use()
-    if not component_call.place(module, settings, shared, None):
+    if not component_call.place(module, settings, None):
         raise ValueError(f"{type(module).__name__} is compiled as a whole already: leave that out.")
     return module
 
@@ -47,5 +46,5 @@ def restore_module(module: torch.nn.Module) -> Any:
 def one_run() -> Iterator[None]:
     """A context around a sampler's loop: calls in it share what is looked up once a run, and its graphs stay in memory
     until the end."""
-    with new_run(shared):
+    with new_run():
         yield

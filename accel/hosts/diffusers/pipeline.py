@@ -170,7 +170,7 @@ class _Acceleration:
     def _loop(self) -> Iterator[None]:
         """One denoising loop, which is one run."""
         self._follow_replaced_models()
-        with new_run(shared):
+        with new_run():
             yield
 
     def _follow_replaced_models(self) -> None:
@@ -183,7 +183,7 @@ class _Acceleration:
 
     def _place(self, name: str, model: torch.nn.Module) -> None:
         self.models[name] = weakref.ref(model)
-        if not component_call.place(model, self.settings, shared, self):
+        if not component_call.place(model, self.settings, self):
             fallbacks.note(type(model).__name__, Reason("compiled_already"))
 
     def _take_away(self, name: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from ...cache.entry import Lease
-from ...cache.graph_cache import GraphCache
+from ...cache.graph_cache import shared
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
@@ -61,8 +61,8 @@ class Run:
     A run belongs to one thread (see `open_run`).
     """
 
-    def __init__(self, cache: GraphCache, lease: Lease):
-        self.cache, self._lease = cache, lease
+    def __init__(self, lease: Lease):
+        self._lease = lease
         self._placed: dict[torch.nn.Module, tuple[Layers, Survey | None]] = {}
         self._looks: dict[torch.nn.Module, int] = {}
 
@@ -96,25 +96,24 @@ class Run:
             fallbacks.note(type(parts[path]).__name__, reason)
         if not found.regions:
             return {}, None
-        return compiled_layers(model, found, settings, HOST, self.cache, self._lease, surveys=surveys), found
+        return compiled_layers(model, found, settings, HOST, shared, self._lease, surveys=surveys), found
 
 
 _open = threading.local()
 """run: that this thread is in."""
 
 
-def open_run(cache: GraphCache) -> Run | None:
-    """The run over this cache that the thread is in; None outside of any."""
-    run = getattr(_open, "run", None)
-    return run if run is not None and run.cache is cache else None
+def open_run() -> Run | None:
+    """The run that the thread is in; None outside of any."""
+    return getattr(_open, "run", None)
 
 
 @contextmanager
-def new_run(cache: GraphCache) -> Iterator[Run]:
+def new_run() -> Iterator[Run]:
     """Make every model call of this thread inside the context part of one run."""
-    before = getattr(_open, "run", None)
-    with cache.lease() as lease:
-        _open.run = Run(cache, lease)
+    before = open_run()
+    with shared.lease() as lease:
+        _open.run = Run(lease)
         try:
             yield _open.run
         finally:
