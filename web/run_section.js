@@ -2,7 +2,6 @@
 
 import { h, setText, show } from "./dom.js";
 import { count, percent, rate, seconds, size } from "./format.js";
-import { reasonList } from "./reason_list.js";
 import { lineText, reasonText, t } from "./texts.js";
 
 const MOST_CELLS = 400;
@@ -16,9 +15,6 @@ export function runSection() {
   const how = h("p", { class: "accel-muted" });
   const estimate = h("details", { class: "accel-details" }, h("summary", { text: t("savedHow") }), how);
   const timeline = stepTimeline();
-  const left = reasonList();
-  const summary = h("summary", { title: t("leftAloneTip") });
-  const details = h("details", { class: "accel-details" }, summary, ...left.elements);
   const element = h(
     "section",
     { class: "accel-section", hidden: true },
@@ -27,25 +23,21 @@ export function runSection() {
     facts,
     estimate,
     timeline.element,
-    details,
   );
 
   function update({ state }) {
     const run = state?.last_run ?? null;
     show(element, run !== null);
     if (element.hidden) return;
-    const said = lineText(run.gain ?? []); // "1.31× · 2.1 s saved"
+    const [line] = Object.values(run.lines ?? {}); // without a gain, why there is none
+    const said = lineText(run.account?.gain?.length ? run.account.gain : (line ?? []));
     show(gain, said !== "");
     setText(gain, said);
     facts.replaceChildren(...rows(run).flatMap(([key, value]) => fact(key, value)));
     timeline.update(run);
-    const sentence = (run.saved_reasons ?? []).map(reasonText).join(" ");
+    const sentence = (run.account?.how ?? []).map(reasonText).join(" ");
     setText(how, sentence);
     show(estimate, sentence !== "");
-    const reasons = (run.left_eager_reasons ?? []).map((row) => ({ reason: reasonText(row), number: row.blocks }));
-    show(details, reasons.length > 0);
-    setText(summary, t("leftAlone", { number: count(reasons.reduce((sum, { number }) => sum + number, 0)) }));
-    left.update(reasons);
   }
 
   return { elements: [element], update };
@@ -58,9 +50,9 @@ function fact(key, value) {
 
 function rows(run) {
   const found = [];
-  const speed = rate(run.steps / run.working_seconds);
-  if (!run.failed && run.steps > 0 && run.working_seconds > 0) found.push(["speed", speed]);
-  if (!run.failed && run.pays_back_after >= (run.images ?? 1)) found.push(["paysBack", count(run.pays_back_after)]);
+  const { worked, pays_back_after: more } = run.account ?? {};
+  if (!run.failed && run.steps > 0 && worked > 0) found.push(["speed", rate(run.steps / worked)]);
+  if (!run.failed && more > 0) found.push(["paysBack", count(more)]);
   if (run.model) found.push(["model", run.model]);
   const batch = { size: size(run.pixels), batch: count(run.latent?.[0]) };
   if (run.pixels) found.push(["imageSize", run.latent?.[0] > 1 ? t("sizeAndBatch", batch) : batch.size]);
@@ -72,7 +64,7 @@ function rows(run) {
   if (typeof run.seconds === "number") found.push(["took", run.steps > 0 ? t(how, inSteps) : took]);
   const isTraced = run.compiling?.backend === "eager";
   const calls = (run.compiled_calls ?? 0) + (run.eager_calls ?? 0);
-  if (calls) found.push([isTraced ? "tracedCalls" : "compiledCalls", percent(run.compiled_calls / calls)]);
+  if (calls && run.steps_done !== 0) found.push([isTraced ? "tracedCalls" : "compiledCalls", percent(run.compiled_calls / calls)]);
   if (run.compile_seconds > 0)
     found.push([isTraced ? "traceSeconds" : "compileSeconds", seconds(run.compile_seconds)]);
   if (run.model_calls > 0)

@@ -49,7 +49,7 @@ export function reasonText({ code, fields, reason } = {}) {
   if (found === undefined) return String(reason ?? "");
   const texts = Object.entries(fields ?? {}).map(([name, value]) => [
     name,
-    value !== null && typeof value === "object" ? reasonText(value) : value,
+    value !== null && typeof value === "object" ? reasonText(value) : name === "quality" ? choiceText(value) : value,
   ]);
   return filled(found, Object.fromEntries(texts));
 }

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..compile.benchmark import Benchmark, Benchmarks
+from ..compile.benchmark import Benchmarks, Calls
 from ..core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -94,10 +94,18 @@ class Entry:
         return self.hits + sum(benchmarks.hits for benchmarks in list(self._benchmarks.values()))
 
     @property
-    def calls_by_benchmark(self) -> dict[Benchmark, int]:
-        """Calls of its graphs, by the benchmark for their size."""
-        every = [one for benchmarks in list(self._benchmarks.values()) for one in benchmarks.all()]
-        return {one: one.hits for one in every}
+    def calls_by_size(self) -> dict[Calls, int]:
+        """Calls of its graphs that a benchmark counts, by their size."""
+        return {
+            calls: calls.hits
+            for benchmarks in list(self._benchmarks.values())
+            for benchmark in benchmarks.all()
+            for calls in list(benchmark.calls.values())
+        }
+
+    def ask_again(self) -> bool:
+        """As `Benchmark.ask_again`, for each of its graphs and sizes."""
+        return any([one.ask_again() for benchmarks in list(self._benchmarks.values()) for one in benchmarks.all()])
 
     @property
     def nbytes(self) -> int:
@@ -114,16 +122,18 @@ class Lease:
 
     keys: each entry in use, with its calls when the run found it. full: a graph of this run did not fit.
     uses: a description of the run, for its entries to remember; the owner sets it before the end.
-    calls: calls of compiled graphs in this run. measured: those whose gain is known, by benchmark.
+    calls: calls of compiled graphs in this run. measured: those that a benchmark counts, by their size.
+    compare_seconds: what running calls both ways took.
     replays: calls that replayed a capture. All are counted when the run ends, or the entry is evicted.
     """
 
-    keys: dict[Hashable, tuple[int, dict[Benchmark, int]]] = field(default_factory=dict)
+    keys: dict[Hashable, tuple[int, float, dict[Calls, int]]] = field(default_factory=dict)
     full: bool = False
     uses: tuple[Use, ...] = ()
     calls: int = 0
     replays: int = 0
-    measured: dict[Benchmark, int] = field(default_factory=dict)
+    measured: dict[Calls, int] = field(default_factory=dict)
+    compare_seconds: float = 0.0
     _entries: set[Entry] = field(default_factory=set, repr=False)
 
     def has(self, entry: Entry) -> bool:
@@ -133,7 +143,7 @@ class Lease:
     def add(self, entry: Entry) -> None:
         """The run has found this entry; does nothing the second time."""
         if entry.key not in self.keys:
-            self.keys[entry.key] = entry.calls, entry.calls_by_benchmark
+            self.keys[entry.key] = entry.calls, entry.probe_seconds, entry.calls_by_size
         self._entries.add(entry)
 
     def count(self, entry: Entry) -> None:
@@ -141,14 +151,15 @@ class Lease:
         self._entries.discard(entry)
         if entry.key not in self.keys:
             return
-        calls, by_benchmark = self.keys[entry.key]
+        calls, compared, by_size = self.keys[entry.key]
         if entry.is_capture:
             self.replays += entry.calls - calls
         else:
             self.calls += entry.calls - calls
-        for benchmark, count in entry.calls_by_benchmark.items():
-            since = count - by_benchmark.get(benchmark, 0)
+        self.compare_seconds += entry.probe_seconds - compared
+        for size, count in entry.calls_by_size.items():
+            since = count - by_size.get(size, 0)
             if since:
-                self.measured[benchmark] = self.measured.get(benchmark, 0) + since
+                self.measured[size] = self.measured.get(size, 0) + since
         entry.note_uses(self.uses)
-        self.keys[entry.key] = 0, {}  # the same key may get a new entry
+        self.keys[entry.key] = 0, 0.0, {}  # the same key may get a new entry

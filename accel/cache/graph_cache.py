@@ -185,6 +185,8 @@ class GraphCache:
         lease = Lease()
         with self._lock:
             self._leases.add(lease)
+            if any([entry.ask_again() for entry in self._entries.values()]):
+                self._graphs_dropped()
         return lease
 
     def end_lease(self, lease: Lease) -> None:

@@ -46,17 +46,18 @@ LONGEST_PAUSE = 0.02
 WIDEST_TILE = 128
 """Elements that a kernel handles as one along a dimension; a size that is no multiple leaves a tail."""
 
+ASKED_AGAIN = 600.0
+"""Seconds after which a slow graph is timed again, since the machine may have been busy; each time twice as many."""
 
 CYCLES = 2e9
 """A GPU's clock cycles a second, roughly; a slower one pauses longer."""
 
 
 class Benchmark:
-    """Compares one graph with its block over its first calls at one size.
+    """Compares one graph with its block over its first calls of about one size.
 
     done: no more calls are compared. verdict: why the graph is not used at this size; None where it is.
-    seconds: cost of comparing so far. hits: calls of the graph at this size
-        since it was done.
+    seconds: cost of comparing so far. calls: of the graph since it was done, by their number of elements.
     """
 
     def __init__(self) -> None:
@@ -69,14 +70,36 @@ class Benchmark:
         self.done = False
         self.verdict: Reason | None = None
         self.seconds = 0.0
-        self.hits = 0
+        self.calls: dict[int, Calls] = {}
+        self._judged, self._stands = 0.0, ASKED_AGAIN
+
+    def at(self, elements: int) -> Calls:
+        """What counts the calls with so many elements; the first are those that are compared."""
+        return self.calls.get(elements) or self.calls.setdefault(elements, Calls(self, elements))
+
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """Median seconds of a compiled call and of an eager one; None where too few calls were compared."""
+        if self.verdict is not None or len(self._eager) < CLEAR_ROUNDS:
+            return None
+        return statistics.median(self._compiled), statistics.median(self._eager)
 
     @property
     def gain(self) -> float | None:
         """Seconds that the graph saves a call; None where too few calls were compared."""
-        if self.verdict is not None or len(self._eager) < CLEAR_ROUNDS:
-            return None
-        return statistics.median(self._eager) - statistics.median(self._compiled)
+        times = self.times
+        return None if times is None else times[1] - times[0]
+
+    def ask_again(self) -> bool:
+        """Have a graph that was slow a while ago timed anew; whether it will be."""
+        with self._lock:
+            is_due = self.verdict is not None and self.verdict.code == "slower"
+            if not is_due or time.perf_counter() - self._judged < self._stands:
+                return False
+            self._calls, self._compiled, self._eager = 0, [], []
+            self.calls.clear()
+            self.done, self.verdict, self._stands = False, None, 2 * self._stands
+            return True
 
     def call(
         self,
@@ -121,9 +144,25 @@ class Benchmark:
             self.done = True
             ratio = statistics.median(ratios)
             if ratio > SLOWER:
+                self._judged = time.perf_counter()
                 plain = statistics.median(self._eager)
                 fast = ratio * plain  # the median of the compiled calls may be the smaller one all the same
                 self.verdict = Reason("slower", compiled=f"{fast * 1e3:.2f}", eager=f"{plain * 1e3:.2f}")
+
+
+@dataclass(eq=False)
+class Calls:
+    """Calls of a graph with one number of elements; hits: since the benchmark was done."""
+
+    benchmark: Benchmark
+    elements: int
+    hits: int = 0
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """Of one of them, compiled and eager: those that were timed, in proportion to the elements; None if unknown."""
+        times, (timed, *_) = self.benchmark.times, self.benchmark.calls
+        return times and (times[0] * self.elements / timed, times[1] * self.elements / timed)
 
 
 @dataclass(eq=False)
@@ -197,12 +236,16 @@ class Benchmarks:
 
     @property
     def hits(self) -> int:
-        return sum(benchmark.hits for benchmark in self.all())
+        return sum(calls.hits for benchmark in self.all() for calls in list(benchmark.calls.values()))
+
+
+def elements_of(inputs: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in inputs)
 
 
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:
     """The exponent of the power of two next above the number of elements; of all, since one's may never change."""
-    return sum(tensor.numel() for tensor in inputs).bit_length()
+    return elements_of(inputs).bit_length()
 
 
 def pattern_of(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -23,8 +23,12 @@ def rows_of(counts: Mapping[tuple[str, Reason], int]) -> list[dict[str, Any]]:
     return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in counts.items()]
 
 
+def _key(block: str, reason: Reason) -> tuple[str, str]:
+    return block, _NUMBER.sub("#", str(reason))
+
+
 class Fallbacks:
-    """Counts calls by (block, reason); reasons that differ only in numbers count as the first of them."""
+    """Counts calls by (block, reason); of reasons that differ only in numbers, the latest stands for all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,11 +39,11 @@ class Fallbacks:
 
         A reason that holds for all blocks is logged once, not for each of them.
         """
-        key = block, _NUMBER.sub("#", str(reason))
+        key = _key(block, reason)
         with self._lock:
             if key in self._calls:
-                first, before = self._calls[key]
-                self._calls[key] = first, before + calls
+                _, before = self._calls[key]
+                self._calls[key] = reason, before + calls
                 return
             is_known = any(reason == known for known, _ in self._calls.values())
             if len(self._calls) >= _MOST:
@@ -59,7 +63,8 @@ class Fallbacks:
 
     def since(self, before: Mapping[tuple[str, Reason], int]) -> dict[tuple[str, Reason], int]:
         """`counts` without those of an earlier `counts`."""
-        more = {key: calls - before.get(key, 0) for key, calls in self.counts().items()}
+        earlier = {_key(*key): calls for key, calls in before.items()}
+        more = {key: calls - earlier.get(_key(*key), 0) for key, calls in self.counts().items()}
         return {key: calls for key, calls in more.items() if calls > 0}
 
     def rows(self) -> list[dict[str, Any]]:

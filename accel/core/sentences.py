@@ -102,8 +102,8 @@ _SAVED = {
     "compiling_traced": "Compiling saves nothing here: the backend eager traces blocks and runs them uncompiled.",
     "compiling_unsure": "How much compiling saved is not known yet: too few calls were timed both ways.",
     "compiling_unmeasured": "How much compiling saved is not known: timing is off.",
-    "compiling_saved": "Compiling: the median time of a block's call, uncompiled minus compiled, times the number of "
-    "calls at the sizes that were timed. Both were measured on this machine; compile time is not subtracted.",
+    "compiling_saved": "Compiling: an estimate. In their first calls blocks were timed on this machine, compiled and "
+    "uncompiled; that goes for this run's calls by their sizes.",
     "skipping_unused": "DeepCache skipped no step.",
     "skipping_unsure": "How much DeepCache saved is not known: this run had too few steps to compare.",
     "skipping_saved": "DeepCache: the median time of a full step, minus that of a skipped one, times the number "
@@ -111,15 +111,18 @@ _SAVED = {
 }
 
 _LINE = {
-    "line_times": "{times}×",
-    "line_saved": "{seconds} s saved",
+    "line_image": "{quality} {size}",
+    "line_size": "{size}",
+    "line_times": "about {times}×",
+    "line_saved": "about {seconds} s saved",
+    "line_later": "later images about {times}×, {seconds} s saved",
     "line_equal": "no faster than without Accel",
-    "line_slower": "{seconds} s slower than without Accel",
+    "line_slower": "about {seconds} s slower than without Accel",
     "line_stopped": "stopped after {done} of {steps} steps",
     "line_compiled": "compiled once in {seconds} s",
-    "line_paid_back": "paid back after {images} images",
+    "line_paid_back": "paid back after {images} more images",
     "line_unmeasured": "gain known after the next image",
-    "line_loaded": "compiled graphs loaded from disk",
+    "line_loaded": "compiled graphs loaded from disk in {seconds} s",
     "line_traced": "traced but uncompiled (backend eager)",
     "line_partly": "{share} uncompiled: {why}",
     "line_not_compiled": "not compiled: {why}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,11 +16,12 @@ from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, shared
 from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
-from ..core.events import emit, log
+from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
 from ..core.torch_internals import tell_compilers
 from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
+from ..modules import wrapped_layers
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
@@ -58,21 +61,25 @@ class Host:
 def survey_model(
     model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None = None
 ) -> Survey:
-    """The survey of the model's blocks as they are now; emits "survey" and logs what stays eager.
+    """The survey of the model's blocks as they are now; emits "survey", and notes what is left uncompiled.
 
     surveys: of earlier runs, one of which may still hold.
     """
+    started = time.perf_counter()
     found = _survey(model, settings, host, surveys)
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, Reason("no_blocks"))
-    for path, reason in found.left_eager:
-        log.debug("%s stays eager: %s", path, reason)
+    parts = dict(wrapped_layers.modules(model, host.wraps))
+    left = Counter((type(parts[path]).__name__, reason) for path, reason in found.left_eager)
+    for block, reason in left:
+        fallbacks.note(block, reason, calls=0)  # whoever makes the run counts them
     emit(
         "survey",
         model=type(model).__name__,
         blocks=len(found.regions),
         kinds=len(found.kinds),
-        left_eager=found.left_eager,
+        left=left,
+        seconds=time.perf_counter() - started,
     )
     return found
 

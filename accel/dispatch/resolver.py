@@ -14,7 +14,7 @@ import torch
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..compile import block_compiler
-from ..compile.benchmark import Benchmark, Benchmarks, Pattern
+from ..compile.benchmark import Benchmark, Benchmarks, Calls, Pattern, elements_of
 from ..compile.block_compiler import Tracing
 from ..compile.compiled_graph import CompiledGraph, CompileFailed
 from ..core import torch_internals
@@ -38,7 +38,7 @@ class ResolvedGraph:
 
     captured: the call was one of those that will be captured. benchmarks: what is known of the graph beside the block;
         None where others' code, which must not run twice, is in there. pattern: of the call's sizes.
-    benchmark: times it against the block at this size; None where nobody asked for that.
+    benchmark: times it against the block at about this size; None where nobody asked for that. elements: of the inputs.
     """
 
     entry: Entry
@@ -47,6 +47,7 @@ class ResolvedGraph:
     benchmarks: Benchmarks | None = None
     pattern: Pattern | None = None
     benchmark: Benchmark | None = None
+    elements: int = 1
 
     def serves(self, captured: bool) -> bool:
         """Whether it is what calls that will be captured run, or that will not: other times count for them."""
@@ -69,9 +70,10 @@ class ResolvedGraph:
         return wrong or (None if self.benchmark is None else self.benchmark.verdict)
 
     @property
-    def counter(self) -> Entry | Benchmark:
+    def counter(self) -> Entry | Calls:
         """What counts its calls now (`hits`)."""
-        return self.benchmark if self.benchmark is not None and self.benchmark.done else self.entry
+        calls = None if self.benchmark is None else self.benchmark.at(self.elements)
+        return self.entry if calls is None or not self.benchmark.done else calls
 
 
 class GraphResolver:
@@ -132,6 +134,7 @@ class GraphResolver:
             benchmarks=known,
             pattern=known.pattern(call.tensors if call.kind.varying else call.inputs, dense),
             benchmark=known.of(call.inputs, captured) if self._is_measured else None,
+            elements=elements_of(call.inputs),
         )
 
     def _serves(self, graph: CompiledGraph, call: Call) -> bool:

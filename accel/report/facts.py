@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 from ..core.reasons import Reason
 from ..core.sentences import EXPECTED, LOADED_IN_PART, OF_CUDA_GRAPHS, OF_OTHERS, counted
 from ..step_cache.run import FULL, SKIPPED
-from .run import Run, Skipping, rounded
-from .savings import together
-
-MUCH_UNCOMPILED = 0.1
-"""Fraction of a run's calls of blocks from which on it matters that they ran uncompiled."""
+from .account import LEAST_SAVED, Account, rounded
+from .run import Run, Skipping
 
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
@@ -47,23 +44,38 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
     """The facts of a run, what it made and gained first. node: only of what this node did in it."""
     both = run.compiling, run.caching
     compiles, skips = (bool(settings) and node in (None, settings.get("node")) for settings in both)
-    facts = [_image(run), _gain(run, compiles, skips)]
+    account = run.account(node)
+    facts = [_image(run), _gain(run, account)]
     if run.loaded_share is not None and run.loaded_share < 0.98:
-        facts.append(_loaded_in_part(run.loaded_share))
+        fits = (
+            f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, "
+        )
+        facts.append(Fact(f"{fits}which takes longer than compiling saves.", why=LOADED_IN_PART))
     if compiles:
-        facts.append(_compiling(run))
+        facts.append(_compiling(run, account))
     if skips and (run.skipping.steps_taken or run.skipping.why_full is not None):
         facts.append(skipping_fact(run.skipping, run.samplings))
     return [*facts, *_uncompiled(run)]
 
 
 def line_of(run: Run, node: str) -> list[Reason]:
-    """The line of a node that took part in a run that is over, in parts.
+    """The line of a node that took part in a run that is over, in parts, of which the first says what run it is of.
 
-    Empty for a run that an error ended, and where the node has nothing new to say: the line of the run before stays.
+    Empty for a run that an error ended.
     """
     facts = facts_of(run, node)
-    return [part for fact in (facts[:1] if run.failed else facts[1:]) for part in fact.line]
+    said = [part for fact in (facts[:1] if run.failed else facts[1:]) for part in fact.line]
+    return [*_named(run, node), *said] if said else []
+
+
+def _named(run: Run, node: str) -> list[Reason]:
+    """The quality that the node was set to, where it has one, and the size of the images."""
+    if not run.pixels:
+        return []
+    size, batch = f"{run.pixels[0]}×{run.pixels[1]}", run.latent[0]
+    size += f" ×{batch}" if batch > 1 else ""
+    quality = (run.compiling or {}).get("quality") if (run.compiling or {}).get("node") == node else None
+    return [Reason("line_image", quality=quality, size=size) if quality else Reason("line_size", size=size)]
 
 
 def size_of(run: Run) -> str:
@@ -92,38 +104,23 @@ def _image(run: Run) -> Fact:
     return Fact(f"Last image: {what}: {seconds(run.seconds)}{end}.", line)
 
 
-def _gain(run: Run, compiles: bool, skips: bool) -> Fact:
-    own = [one for one, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
-    saving = together(*own)
-    saved, how = saving["saved_seconds"], saving["saved_how"]
-    making = min(run.compile_seconds + run.load_seconds + run.capture_seconds, run.seconds)
+def _gain(run: Run, account: Account) -> Fact:
+    saved, paid, how = account.saved, run.paid_seconds, " ".join(map(str, account.how))
+    rest = max(run.seconds - paid, 0.0)
     bar = [
-        Part(run.seconds - making, f"sampling {seconds(run.seconds - making)}"),
-        Part(making, f"making graphs {seconds(making)}"),
+        Part(rest, f"sampling {seconds(rest)}"),
+        Part(paid, f"making graphs {seconds(paid)}"),
         Part(max(saved or 0.0, 0.0), f"saved {seconds(saved or 0.0)}", is_gone=True),
     ]
     if saved is None:
-        sentence = f"Time saved: not known. {how}"
-    elif saved < 0:
-        sentence = f"Time saved: none; it took about {seconds(-saved)} longer.\n  How this is known: {how}"
-    else:
-        without = run.seconds - making + saved
-        share = f" ({saved / without:.0%})" if without > 0 else ""
-        sentence = f"Time saved: about {seconds(saved)} of the {seconds(without)} that it would have taken{share}"
-        sentence += ", making graphs aside." if making else "."
-        sentence += f"\n  How this is known: {how}"
-    return Fact(sentence, run.gain_by(*own), bar=bar)
+        return Fact(f"Gain: not known. {how}", bar=bar)
+    said = f"Gain: {', '.join(map(str, (*account.gain(), *account.later())))}."
+    if account.paid >= LEAST_SAVED:
+        said += f"\n  Making and comparing graphs took {seconds(account.paid)} of this image, and is counted."
+    return Fact(f"{said}\n  How this is known: {how}", account.gain(), bar=bar)
 
 
-def _loaded_in_part(share: float) -> Fact:
-    return Fact(
-        f"Only {share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, which takes "
-        "longer than compiling saves.",
-        why=LOADED_IN_PART,
-    )
-
-
-def _compiling(run: Run) -> Fact:
+def _compiling(run: Run, account: Account) -> Fact:
     totals, word = run.totals, "traced" if run.is_traced else "compiled"
     calls = totals.compiled_calls + totals.eager_calls
     share = f" ({totals.compiled_calls / calls:.0%})" if calls else ""
@@ -142,41 +139,41 @@ def _compiling(run: Run) -> Fact:
         lines.append(f"{totals.replays} of {counted(totals.model_calls, 'model call')} replayed a CUDA graph.")
     if run.captures:
         lines.append(f"It captured {counted(run.captures, 'CUDA graph')} in {seconds(run.capture_seconds)}.")
-    if not run.compilations and not run.loaded and totals.compiled_calls:
-        lines.append("All graphs were there already.")
     bar = [Part(totals.compiled_calls, f"{word} {totals.compiled_calls}")]
     bar.append(Part(totals.eager_calls, f"uncompiled {totals.eager_calls}"))
     is_only_traced = run.is_traced and totals.compiled_calls > 0
     why = Reason("line_traced") if is_only_traced else None
-    return Fact("\n  ".join(lines), [*_compiled_line(run), *_uncompiled_line(run)], why, bar)
+    return Fact("\n  ".join(lines), [*_compiled_line(run, account), *_uncompiled_line(run)], why, bar)
 
 
-def _compiled_line(run: Run) -> list[Reason]:
+def _compiled_line(run: Run, account: Account) -> list[Reason]:
+    """What was paid in this image, and what for."""
     if not run.totals.compiled_calls and not run.totals.replays:
-        left = sorted(run.left_eager, key=run.left_eager.__getitem__, reverse=True)
-        return [Reason("line_not_compiled", why=[*run.why_uncompiled(), *left, Reason("compiling_unused")][0])]
+        return [Reason("line_not_compiled", why=[*run.why_uncompiled(), Reason("compiling_unused")][0])]
     if run.is_traced:
         return [Reason("line_traced")]
-    if not run.compiled_total:
-        return [Reason("line_loaded")] if run.loaded else []
-    images = run.pays_back_after
-    if not run.compilations and (images is None or run.images > images):
-        return []  # it was said, and has paid off, or is not going to
-    parts = [Reason("line_compiled", seconds=rounded(run.compiled_total))]
-    if run.totals.by_compiling.seconds is None:
-        return [*parts, Reason("line_unmeasured")] if run.compilations else parts
-    if images is None:
-        return parts
-    return [*parts, Reason("line_paid_back", images=images) if images > 1 else Reason("line_paid_back_at_once")]
+    parts, after = [], account.pays_back_after
+    if run.compilations:
+        parts.append(Reason("line_compiled", seconds=rounded(run.compile_seconds)))
+    elif run.loaded:
+        parts.append(Reason("line_loaded", seconds=rounded(run.load_seconds)))
+    if account.saved is None:
+        return [*parts, Reason("line_unmeasured") if run.compilations else account.how[0]]
+    parts += account.later()
+    if after:
+        parts.append(Reason("line_paid_back", images=after))
+    elif run.compilations and after == 0:
+        parts.append(Reason("line_paid_back_at_once"))
+    return parts
 
 
 def _uncompiled_line(run: Run) -> list[Reason]:
     """What ran uncompiled beside compiled blocks, where something is wrong with it."""
     compiled, eager = run.totals.compiled_calls, run.totals.eager_calls
     why = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
-    if not compiled or eager < MUCH_UNCOMPILED * (compiled + eager) or why is None:
+    if not compiled or not eager or why is None:
         return []
-    return [Reason("line_partly", share=f"{eager / (compiled + eager):.0%}", why=why)]
+    return [Reason("line_partly", share=f"{max(eager / (compiled + eager), 0.01):.0%}", why=why)]
 
 
 def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
@@ -216,11 +213,6 @@ def _uncompiled(run: Run) -> list[Fact]:
         names = ", ".join(list(calls)[:_MOST_BLOCKS]) + (" and others" if len(calls) > _MOST_BLOCKS else "")
         how = "" if why.code in OF_CUDA_GRAPHS else " ran without Accel" if why.code in OF_OTHERS else " ran uncompiled"
         facts.append(Fact(f"{counted(calls.total(), 'call')} of {names}{how}: {_clause(why)}.", why=why))
-    left = sorted(run.left_eager.items(), key=lambda row: -row[1])
-    facts += [
-        Fact(f"{blocks} of {counted(blocks + run.blocks, 'block')} cannot be compiled: {_clause(why)}.")
-        for why, blocks in left
-    ]
     more = len(facts) - _MOST_REASONS
     return facts if more <= 0 else [*facts[:_MOST_REASONS], Fact(f"There are {counted(more, 'more reason')}.")]
 

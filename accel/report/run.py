@@ -1,4 +1,4 @@
-"""One sampling run: its facts, and what it gained.
+"""One sampling run: its facts, and the account of each of its nodes.
 
 A fact is a field of one record. The field defines how two samplings of one prompt are merged, and its name is the
 fact's name in events, in the report and in the panel's JSON.
@@ -6,7 +6,6 @@ fact's name in events, in the report and in the panel's JSON.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,15 +13,11 @@ from operator import add, or_
 from typing import Any
 
 from ..cache.entry import Lease
-from ..compile.benchmark import SLOWER
 from ..core.fallbacks import rows_of
 from ..core.reasons import Reason
 from ..core.sentences import OF_CUDA_GRAPHS
 from ..step_cache.run import FULL, SKIPPED
-from .savings import Saving, by_compiling, together
-
-LEAST_SAVED = 0.05
-"""Seconds: less than this is within what two equal runs differ by."""
+from .account import Account, Saving, by_compiling
 
 
 def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
@@ -73,10 +68,12 @@ class Totals(Record):
     compiled_calls: of blocks' graphs. eager_calls: of blocks that could have run compiled. contexts: prompt lengths,
         tokens.
     model_calls: of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
+    compare_seconds: what running calls both ways took.
     """
 
     compiled_calls: int = fact(0, add)
     eager_calls: int = fact(0, add)
+    compare_seconds: float = fact(0.0, add)
     model_calls: int = fact(0, add)
     replays: int = fact(0, add)
     contexts: tuple[int, ...] = fact((), lambda one, other: tuple(sorted({*one, *other})))
@@ -86,7 +83,8 @@ class Totals(Record):
     def of(cls, lease: Lease, backend: str, is_measured: bool, **others: Any) -> Totals:
         """The totals of a run whose lease is over. is_measured: graphs were benchmarked against their blocks."""
         saved = by_compiling(lease.calls, lease.measured, is_measured, backend == "eager")
-        return cls(compiled_calls=lease.calls, replays=lease.replays, by_compiling=saved, **others)
+        counts = {"compiled_calls": lease.calls, "replays": lease.replays, "compare_seconds": lease.compare_seconds}
+        return cls(**counts, by_compiling=saved, **others)
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Skipping(Record):
 
     def as_json(self) -> dict[str, Any]:
         counts = {"full_steps": self.full_steps, "skipped_steps": self.skipped_steps}
-        return {**_counted(self), **counts, **together(self.by_skipping)}
+        return {**_counted(self), **counts}
 
 
 @dataclass(eq=False)
@@ -135,10 +133,9 @@ class Run(Record):
     steps_done: fewer than `steps` where the run was interrupted; None where another error ended it.
     prepare_seconds: before the sampler's first call, most of it for loading the model. finished: unix seconds.
     loaded_share: fraction of the weights that were on the device at the end.
-    left_eager: by reason, how many blocks nobody tried to compile. fallbacks: calls that ran uncompiled or were not
-        captured, by (block, reason).
-    images: of this model since the start, this one too. captures: calls captured in this run.
-    compiled_seconds: by model, what compiling it took since the start.
+    fallbacks: calls that ran uncompiled or were not captured, by (block, reason).
+    survey_seconds: for finding the model's blocks. captures: calls captured in this run.
+    owed: by model, seconds that were paid since the start and are not yet saved again.
     lines: by node id, what it gained, in parts (`facts.line_of`).
     graphs_would_give: how many times as fast a step would be with CUDA graphs, which only torch's allocator prevents;
         None where something else does too, or they would not pay.
@@ -163,7 +160,6 @@ class Run(Record):
     skipping: Skipping = fact(Skipping(), Skipping.with_next)
     blocks: int = fact(0, max)
     kinds: int = fact(0, max)
-    left_eager: Mapping[Reason, int] = fact(dict, lambda one, other: Counter(one) | Counter(other))
     fallbacks: Mapping[tuple[str, Reason], int] = fact(dict, lambda one, other: Counter(one) + Counter(other))
     compilations: int = fact(0, add)
     compile_seconds: float = fact(0.0, add)
@@ -171,8 +167,8 @@ class Run(Record):
     load_seconds: float = fact(0.0, add)
     captures: int = fact(0, add)
     capture_seconds: float = fact(0.0, add)
-    compiled_seconds: dict[str, float] = fact(dict, or_)
-    images: int = fact(0, max)
+    survey_seconds: float = fact(0.0, add)
+    owed: dict[str, float] = fact(dict, or_)
     lines: dict[str, list[Reason]] = fact(dict, or_)
     graphs_would_give: float | None = fact(None, _latest)
 
@@ -183,49 +179,27 @@ class Run(Record):
         return list(dict.fromkeys(node for node in ids if node is not None))
 
     @property
-    def working_seconds(self) -> float:
-        """`seconds` without loading the model, compiling, loading graphs and capturing."""
-        return self.seconds - self.prepare_seconds - self.compile_seconds - self.load_seconds - self.capture_seconds
-
-    @property
-    def compiled_total(self) -> float:
-        return sum(self.compiled_seconds.values())
+    def paid_seconds(self) -> float:
+        """For making graphs and comparing them, of `seconds`."""
+        made = self.compile_seconds + self.load_seconds + self.capture_seconds
+        return made + self.survey_seconds + self.totals.compare_seconds
 
     @property
     def is_traced(self) -> bool:
         """Whether what stands for compiled blocks ran uncompiled: the backend traces them and no more."""
         return (self.compiling or {}).get("backend") == "eager"
 
-    @property
-    def savings(self) -> tuple[Saving, Saving]:
-        """Time saved by compiling, and by skipping."""
-        return self.totals.by_compiling, self.skipping.by_skipping
-
-    @property
-    def pays_back_after(self) -> int | None:
-        """Images until compiling has saved what it took; None where unknown, or where nothing was compiled."""
-        saved = self.totals.by_compiling.seconds
-        if not self.compiled_total or saved is None or saved < LEAST_SAVED:
-            return None
-        return math.ceil(self.compiled_total / saved * (self.latent[0] if self.latent else 1))
-
-    def times_by(self, *savings: Saving) -> float | None:
-        """How many times as long the image would have taken without these savings; None where unknown."""
-        measured = [saving.seconds for saving in savings if saving.seconds is not None]
-        working = self.working_seconds
-        return (working + sum(measured)) / working if measured and working > 0 and not self.failed else None
-
-    def gain_by(self, *savings: Saving) -> list[Reason]:
-        """The gain from these savings, in parts for people; empty where it is unknown."""
-        times = self.times_by(*savings)
-        if times is None:
-            return []
-        saved = (times - 1) * self.working_seconds
-        if -max(LEAST_SAVED, (SLOWER - 1) * self.working_seconds) < saved < LEAST_SAVED:
-            return [Reason("line_equal")]
-        if saved < 0:
-            return [Reason("line_slower", seconds=rounded(-saved))]
-        return [Reason("line_times", times=f"{times:.2f}"), Reason("line_saved", seconds=rounded(saved))]
+    def account(self, node: str | None = None) -> Account:
+        """What the run gained and paid. node: by what this node did in it alone."""
+        own = [bool(settings) and node in (None, settings.get("node")) for settings in (self.compiling, self.caching)]
+        savings = (self.totals.by_compiling, self.skipping.by_skipping)
+        return Account(
+            worked=self.seconds - self.prepare_seconds - self.paid_seconds,
+            savings=() if self.failed else [saving for saving, is_own in zip(savings, own, strict=True) if is_own],
+            paid=self.paid_seconds if own[0] else 0.0,
+            owed=sum(self.owed.values()) if own[0] else 0.0,
+            images=self.latent[0] if self.latent else 1,
+        )
 
     def reasons(self) -> dict[Reason, Counter[str]]:
         """Why calls ran uncompiled or were not captured, the most frequent first, with how many calls of which block
@@ -242,22 +216,13 @@ class Run(Record):
     def as_json(self) -> dict[str, Any]:
         """JSON for the panel: all facts of the run and its records, and what follows from them."""
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("totals", "skipping", "left_eager")},
+            **{name: value for name, value in vars(self).items() if name not in ("totals", "skipping")},
             **self.skipping.as_json(),
             **_counted(self.totals),
-            **together(*self.savings),
             "fallbacks": rows_of(self.fallbacks),
-            "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
             "lines": self.lines_as_json(),
-            "gain": [part.as_json() for part in self.gain_by(*self.savings)],
-            "times": self.times_by(*self.savings),
-            **{name: getattr(self, name) for name in ("working_seconds", "compiled_total", "pays_back_after")},
+            "account": self.account().as_json(),
         }
 
     def lines_as_json(self) -> dict[str, list[dict[str, Any]]]:
         return {node: [part.as_json() for part in line] for node, line in self.lines.items()}
-
-
-def rounded(seconds: float) -> str:
-    """Seconds as people say them, such as "2.1" and "14"."""
-    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"

@@ -12,23 +12,26 @@ from typing import Any
 from ..core.events import emit, subscribe
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
+from .account import by_skipping
 from .facts import line_of
 from .run import Run, Skipping
-from .savings import by_skipping
 
 _MOST_REASONS = 50
-"""Reasons kept per run, each for blocks that ran eagerly and for those that nobody tried to compile."""
+"""Reasons kept per run."""
 
 _DISTURBING = frozenset(
     ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
 )
 
 _COUNTED = {
-    "compile_end": ("compilations", "compile_seconds"),
-    "graph_loaded": ("loaded", "load_seconds"),
-    "capture_end": ("captures", "capture_seconds"),
+    "compile_end": ("compile_seconds", "compilations"),
+    "compile_failed": ("compile_seconds", None),
+    "graph_loaded": ("load_seconds", "loaded"),
+    "capture_end": ("capture_seconds", "captures"),
+    "capture_failed": ("capture_seconds", None),
+    "survey": ("survey_seconds", None),
 }
-"""Event → the facts of a `Run` that hold its count and its seconds."""
+"""Event → the facts of a `Run` that hold its seconds and its count."""
 
 
 @dataclass
@@ -41,24 +44,33 @@ class _Open:
     began: float = field(default_factory=time.perf_counter)
     depth: int = 1
     disturbed: list[float] = field(default_factory=list)
+    left: Counter[tuple[str, Reason]] = field(default_factory=Counter)
+    """Blocks that nobody tried to compile, by class and reason."""
 
     def hear(self, name: str, data: dict[str, Any]) -> None:
         run = self.run
         if name in _DISTURBING:
             self.disturbed.append(time.perf_counter())
         if name in _COUNTED:
-            number, seconds = _COUNTED[name]
-            vars(run).update({number: getattr(run, number) + 1, seconds: getattr(run, seconds) + data["seconds"]})
-        elif name == "run_calls":
+            seconds, number = _COUNTED[name]
+            vars(run)[seconds] += data["seconds"]
+            if number is not None:
+                vars(run)[number] += 1
+        if name == "run_calls":
             run.totals = data["totals"]
         elif name == "graphs_would_give":
             run.graphs_would_give = data["times"]
         elif name == "survey":
             run.blocks, run.kinds = data["blocks"], data["kinds"]
-            run.left_eager = dict(Counter(reason for _, reason in data["left_eager"]).most_common(_MOST_REASONS))
+            self.left |= Counter(data["left"])
         elif name == "sampling" and not run.prepare_seconds:
-            busy = run.compile_seconds + run.load_seconds + run.capture_seconds
-            run.prepare_seconds = max(0.0, time.perf_counter() - self.began - busy)
+            run.prepare_seconds = max(0.0, time.perf_counter() - self.began - run.paid_seconds)
+
+    def _count_left(self) -> Counter[tuple[str, Reason]]:
+        """Calls of the blocks that nobody tried to compile: each is called as often as another."""
+        calls = self.run.totals.compiled_calls + self.run.totals.eager_calls
+        each = max(round(calls / self.run.blocks) if self.run.blocks else self.run.steps or 1, 1)
+        return Counter({why: blocks * each for why, blocks in self.left.items()})
 
     def end(self, failed: bool, loaded_share: float | None, steps_done: int | None) -> bool:
         """Note that one of its wrappers has ended; True if the run has too. steps_done: of one that was interrupted."""
@@ -67,8 +79,12 @@ class _Open:
         run.failed, run.loaded_share = run.failed or failed, loaded_share
         run.steps_done = steps_done if run.failed else run.steps
         run.seconds, run.finished = time.perf_counter() - self.began, time.time()
-        run.fallbacks = dict(list(fallbacks.since(self.fallbacks_before).items())[:_MOST_REASONS])
-        return not self.depth
+        if self.depth:
+            return False
+        left = self._count_left()
+        run.totals = replace(run.totals, eager_calls=run.totals.eager_calls + left.total())
+        run.fallbacks = dict((left + Counter(fallbacks.since(self.fallbacks_before))).most_common(_MOST_REASONS))
+        return True
 
 
 class RunRecords:
@@ -91,8 +107,7 @@ class RunRecords:
             self._open: dict[int, list[_Open]] = {}
             self._compiling: dict[int, tuple[float, dict[str, Any]]] = {}  # by thread: since when, and what
             self._deep_cache: Skipping | None = None
-            self._compile_seconds: Counter[str] = Counter()
-            self._images: Counter[str] = Counter()
+            self._owed: Counter[str] = Counter()
 
     def last(self) -> Run | None:
         """The run that ended last; None before the first."""
@@ -145,17 +160,14 @@ class RunRecords:
         if not self._open[thread]:
             del self._open[thread]
         run = now.run
-        self._compile_seconds[run.model] += run.compile_seconds
-        run.compiled_seconds = {run.model: self._compile_seconds[run.model]}
+        account = run.account((run.compiling or {}).get("node"))
+        self._owed[run.model] += account.paid - (account.saved or 0.0)
+        run.owed = {run.model: self._owed[run.model]}
         self._keep(run)
         return run
 
     def _keep(self, run: Run) -> None:
         is_next = run.prompt is not None and self._last is not None and self._last.prompt == run.prompt
-        is_second_pass = is_next and run.model in self._last.model.split(" + ")
-        if not is_second_pass and not run.failed:
-            self._images[run.model] += run.latent[0] if run.latent else 1
-        run.images = self._images[run.model]
         before = self._by_node if is_next else {}
         now = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
         self._by_node = {**before, **now}

@@ -52,11 +52,11 @@ HISTORY = """
 """How many steps could be undone, now that the page has looked for a change."""
 
 LINE = [
-    {"code": "line_times", "fields": {"times": "1.31"}, "reason": "1.31×"},
-    {"code": "line_saved", "fields": {"seconds": "2.1"}, "reason": "2.1 s saved"},
-    {"code": "line_paid_back", "fields": {"images": 7}, "reason": "paid back after 7 images"},
+    {"code": "line_times", "fields": {"times": "1.3"}, "reason": "about 1.3×"},
+    {"code": "line_saved", "fields": {"seconds": "2.1"}, "reason": "about 2.1 s saved"},
+    {"code": "line_paid_back", "fields": {"images": 7}, "reason": "paid back after 7 more images"},
 ]
-SAID = "1.31× · 2.1 s saved · paid back after 7 images"
+SAID = "about 1.3× · about 2.1 s saved · paid back after 7 more images"
 
 
 def ran(page, prompt, *nodes):

@@ -260,8 +260,9 @@ MISSING = {
     **{"code": "no_triton", "fields": {"command": "pip install triton-windows"}},
     "reason": "torch needs Triton for the GPU, and it is not installed; this installs it: pip install …",
 }
+NOT_COMPILED = {"code": "line_not_compiled", "fields": {"why": MISSING}, "reason": "not compiled: ..."}
 UNCOMPILED = {"compiled_calls": 0, "eager_calls": 40, "model_calls": 0, "compile_seconds": 0.0, "loaded": 0}
-STOPPED = {"failed": True, "steps_done": 8, "seconds": 5.0, "gain": [], "pays_back_after": None, "steps_taken": ""}
+STOPPED = {"failed": True, "steps_done": 8, "seconds": 5.0, "account": {"gain": []}, "steps_taken": ""}
 ANSWERS = {
     "without Triton": (
         {
@@ -272,10 +273,11 @@ ANSWERS = {
                 "loaded": 0,
                 "fallbacks": [{"block": "ResBlock", **MISSING, "calls": 40}],
             },
-            "last_run": {**UNCOMPILED, "gain": [], "pays_back_after": None, "saved_reasons": []},
+            "last_run": {**UNCOMPILED, "account": {"worked": 9.2, "gain": []}, "lines": {"3": [NOT_COMPILED]}},
             "machine": ["Device: RTX", f"Compiling: no: {MISSING['reason']}"],
         },
         {
+            ".accel-gain": ["not compiled: torch needs Triton"],
             "dd.accel-compiledCalls": ["0%"],
             "dd.accel-speed": ["2.7 it/s"],
             ".accel-fold dd": ["RTX", "no: torch needs Tr"],
@@ -439,7 +441,7 @@ def shown(page):
 def test_the_tab_opens_by_its_button(page):
     with answering(page, state()):
         page.get_by_role("button", name="Accel", exact=True).click()
-        page.get_by_text("1.91×").wait_for()
+        page.get_by_text("1.9×").wait_for()
         screenshot(page, "panel-folded")
         page.evaluate(UNFOLD)
         page.locator(".accel-panel .accel-row").nth(1).wait_for()
@@ -540,12 +542,12 @@ def test_of_thousands_of_entries_a_page_at_a_time_is_drawn_and_asked_for(page):
 
 def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
     reason = {"reason": MARKUP, "code": MARKUP, "fields": {MARKUP: MARKUP}}
-    hostile, left = state(), [{**reason, "blocks": 1}]
+    hostile = state()
     hostile["graph_cache"]["table"] = [row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure_reason=reason)]
     hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, **reason, "calls": MARKUP}]
     hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
-    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], pixels=[MARKUP], saved_reasons=[reason])
-    hostile["last_run"]["left_eager_reasons"] = left
+    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], pixels=[MARKUP])
+    hostile["last_run"]["account"].update(how=[reason], gain=[reason])
     hostile["machine"] = [MARKUP]
     hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
     with answering(page, hostile):

@@ -388,7 +388,7 @@ def assert_close(one, other):
 
 def why_eager():
     run = records.last()
-    return {why.code for why in (*run.why_uncompiled(), *run.left_eager)}
+    return {why.code for why in run.why_uncompiled()}
 
 
 QUICK = ["part bound", "part left", "part with the last", "classes", "list in one in the call", "hooks of parts"]

@@ -148,7 +148,7 @@ def test_state_is_json_with_what_the_contract_names(unet):
     image(fast(apply_deep_cache(unet, UNIFORM)))
     state = json.loads(json.dumps(panel.state()))
     assert {"graph_cache", "graph_store", "compiling", "last_run", "settings", "machine", "version"} <= set(state)
-    wanted = "model latent seconds steps compiled_calls eager_calls compile_seconds loaded saved_seconds saved_how"
+    wanted = "model latent seconds steps compiled_calls eager_calls compile_seconds loaded account"
     assert set(wanted.split()) <= set(state["last_run"])
     assert set(state["settings"]) == set(preferences.NAMES)
     assert "steps_taken" in state["last_run"]

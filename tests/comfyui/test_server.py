@@ -126,8 +126,8 @@ def test_interrupt_in_mid_run_leaves_model_and_cache_clean(client):
     with pytest.raises(PromptInterrupted):
         client.run(text_to_image(72, 72, steps=20), interrupt, timeout=300)
     told = client.get("/accel/state")["last_run"]
-    assert 2 <= told["steps_done"] < 20 and told["gain"] == []
-    assert {line[0]["code"] for line in told["lines"].values()} == {"line_stopped"}
+    assert 2 <= told["steps_done"] < 20 and told["account"]["gain"] == []
+    assert {line[-1]["code"] for line in told["lines"].values()} == {"line_stopped"}
     assert same(images(client, graph), expected)
     assert client.get("/accel/state")["graph_cache"]["fallbacks"] == []
 

@@ -181,8 +181,8 @@ UNFIT = {"code": "no_graph_fits", "fields": {"graphs": 4}, "reason": "none of it
 SKIPPED = {"code": "skipping_unsure", "fields": {}, "reason": "How much DeepCache saved is not known."}
 PATCHED = {"code": "patched", "fields": {"patch": "attn2"}, "reason": "another node patches it (attn2)"}
 GAIN = [
-    {"code": "line_times", "fields": {"times": "1.91"}, "reason": "1.91×"},
-    {"code": "line_saved", "fields": {"seconds": "8.4"}, "reason": "8.4 s saved"},
+    {"code": "line_times", "fields": {"times": "1.9"}, "reason": "about 1.9×"},
+    {"code": "line_saved", "fields": {"seconds": "8.4"}, "reason": "about 8.4 s saved"},
 ]
 """Reasons, as the server tells them."""
 
@@ -234,11 +234,9 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"model": "SD15", "latent": [1, 4, 90, 120], "pixels": [960, 720]},
             **{"seconds": 14.2, "steps": 25, "compiled_calls": 1180},
             **{"model_calls": 25, "replays": 18, "captures": 2, "capture_seconds": 0.6},
-            **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "saved_seconds": 8.4},
-            **{"working_seconds": 9.2, "pays_back_after": 3, "lines": {}},
+            **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "lines": {}},
             **{"full_steps": 9, "skipped_steps": 16, "steps_taken": "FF" + "SSF" * 7 + "SS"},
-            "gain": GAIN,
-            "saved_reasons": [SKIPPED],
+            "account": {"worked": 9.2, "pays_back_after": 3, "gain": GAIN, "how": [SKIPPED]},
         },
         "settings": {
             "max_mb": 2048,

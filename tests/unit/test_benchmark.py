@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import benchmark as module
 from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, ROUNDS, Benchmark, Benchmarks
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.signature.output_check import beyond_rounding
 
 CPU = torch.device("cpu")
@@ -40,6 +43,21 @@ def test_slower_graph_is_given_up_with_both_times():
     outs = run_all(benchmark, takes(0.02), takes(0.001))
     assert benchmark.verdict.code == "slower" and "kept normal" in str(benchmark.verdict)
     assert len(outs) == ROUNDS + 1
+
+
+def test_graph_that_was_slow_in_a_busy_moment_is_timed_again_in_a_run_some_minutes_later(monkeypatch):
+    cache, passed = GraphCache(), [0.0]
+    entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool))
+    benchmark = entry.benchmarks(graph).of([VALUE])
+    run_all(benchmark, takes(0.02), takes(0.001))
+    monkeypatch.setattr(module.time, "perf_counter", lambda clock=time.perf_counter: clock() + passed[0])
+    for waited, generations in ((module.ASKED_AGAIN - 60, 0), (120, 1)):
+        passed[0] += waited
+        before = cache.generation
+        with cache.lease():
+            assert (benchmark.verdict is None, cache.generation - before) == (bool(generations), generations)
+    run_all(benchmark, takes(0.001), takes(0.02))
+    assert benchmark.verdict is None and benchmark.gain > 0
 
 
 def test_the_times_of_a_verdict_do_not_contradict_it():

@@ -7,7 +7,7 @@ from comfy_accel.accel.hosts.comfyui.server.panel_messages import sender
 from comfy_accel.accel.report.run import Run
 
 OWN = {"prompt_id": "prompt 1", "to": "somebody"}
-LINES = {"event": "node_lines", "lines": {"7": [Reason("line_loaded").as_json()]}, "offers": {}}
+LINES = {"event": "node_lines", "lines": {"7": [Reason("line_loaded", seconds="4.8").as_json()]}, "offers": {}}
 
 
 class Page:
@@ -31,7 +31,7 @@ def page():
 
 
 def run_over():
-    emit("run_over", run=Run(lines={"7": [Reason("line_loaded")]}))
+    emit("run_over", run=Run(lines={"7": [Reason("line_loaded", seconds="4.8")]}))
 
 
 def test_nothing_is_sent_where_nobody_listens(page):

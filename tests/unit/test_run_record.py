@@ -12,10 +12,10 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.report.account import Saving
 from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
-from comfy_accel.accel.report.savings import Saving
 
 
 @pytest.fixture
@@ -44,19 +44,30 @@ def test_no_run_is_no_record_and_one_that_fails_is_kept_as_failed(records):
 def test_events_between_start_and_end_belong_to_the_run(records):
     emit("graph_loaded", name="Block", key="x", seconds=9.0)  # of nobody
     start()
-    odd, strange = Reason("forward_replaced"), Reason("too_few_blocks", least=3)
-    emit("survey", model="UNet", blocks=5, kinds=2, left_eager=[("a", odd), ("b", odd), ("c", strange)])
+    emit("survey", model="UNet", blocks=5, kinds=2, left={}, seconds=0.5)
     emit("compile_start", name="Block", key="x")
     emit("compile_end", name="Block", key="x", seconds=1.5)
+    emit("compile_failed", name="Block", key="z", reason=Reason("interrupted"), seconds=2.0)
     emit("graph_loaded", name="Block", key="y", seconds=0.25)
     fallbacks.note("Block", Reason("patched", patch="attn9"))
     end()
     run = records.last()
     assert (run.model, run.latent, run.steps) == ("SD15", (2, 4, 8, 8), 4)
-    assert (run.compilations, run.compile_seconds, run.loaded, run.load_seconds) == (1, 1.5, 1, 0.25)
-    assert run.left_eager == {odd: 2, strange: 1} and (run.blocks, run.kinds) == (5, 2)
+    assert (run.compilations, run.compile_seconds, run.loaded, run.load_seconds) == (1, 3.5, 1, 0.25)
+    assert run.paid_seconds == 3.5 + 0.25 + 0.5 and (run.blocks, run.kinds) == (5, 2)
     assert [str(why) for _, why in run.fallbacks] == ["another node patches it (attn9)"]
     assert not run.failed and run.seconds >= 0 and abs(run.finished - time.time()) < 60
+
+
+def test_blocks_that_nobody_tried_to_compile_count_as_often_as_the_others(records):
+    patched = Reason("forward_replaced")
+    for blocks, calls in ((6, 12), (0, 0)):  # of four steps
+        start()
+        emit("survey", model="UNet", blocks=blocks, kinds=1, left={("ResBlock", patched): 8}, seconds=0.0)
+        emit("run_calls", totals=Totals(compiled_calls=calls))
+        end()
+        each = calls // blocks if blocks else 4
+        assert records.last().totals.eager_calls == 8 * each == records.last().fallbacks[("ResBlock", patched)]
 
 
 def test_fallbacks_of_earlier_runs_are_not_counted_again(records):
@@ -114,7 +125,7 @@ def test_samplings_of_one_prompt_are_one_run(records):
     first, second = told.values()
     assert (first.model, first.steps, first.samplings, first.compilations) == ("SDXL + Flux", 12, 3, 3)
     assert first.sampler == "euler + lcm"
-    assert first.compiled_total == 3.0 and first.fallbacks == {("Block", patched): 2, ("Block", hooked): 1}
+    assert sum(first.owed.values()) == 3.0 and first.fallbacks == {("Block", patched): 2, ("Block", hooked): 1}
     assert {node: str(line[-1]) for node, line in first.lines.items()} == {
         "3": "not compiled: another node patches it (attn9)",
         "5": "not compiled: another node patches it (attn9)",
@@ -141,7 +152,7 @@ def test_loading_the_model_is_not_work_of_the_sampler(records):
     emit("sampling")  # of another wrapper of the same sampler
     end()
     run = records.last()
-    assert 0.05 <= run.prepare_seconds < run.seconds and run.working_seconds == run.seconds - run.prepare_seconds
+    assert 0.05 <= run.prepare_seconds < run.seconds and run.account().worked == run.seconds - run.prepare_seconds
 
 
 def test_what_another_thread_does_belongs_to_its_own_run(records):

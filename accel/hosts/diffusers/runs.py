@@ -22,7 +22,6 @@ from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ...fingerprint.survey import KeptSurveys, Region, Survey
 from ...modules.blocks import is_compiled
 from ...modules.substitution import Layer
-from ...modules.wrapped_layers import modules
 from .components import moved_in_parts
 from .peft import PeftLayers
 
@@ -91,9 +90,6 @@ class Run:
             fallbacks.note(type(model).__name__, reason)
             return {}, None
         found = survey_model(model, settings, HOST, surveys)
-        parts = dict(modules(model, HOST.wraps)) if found.left_eager else {}
-        for path, reason in found.left_eager:
-            fallbacks.note(type(parts[path]).__name__, reason)
         if not found.regions:
             return {}, None
         return compiled_layers(model, found, settings, HOST, shared, self._lease, surveys=surveys), found

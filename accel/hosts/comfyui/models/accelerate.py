@@ -234,12 +234,17 @@ class NetworkRun:
 
 
 def accelerate(
-    model: Any, settings: CompileSettings, cache: GraphCache = shared, made_by: str | None = None, graphs: bool = False
+    model: Any,
+    settings: CompileSettings,
+    cache: GraphCache = shared,
+    made_by: str | None = None,
+    graphs: bool = False,
+    quality: str | None = None,
 ) -> Any:
     """A clone of a ModelPatcher whose repeated blocks run compiled; the given one is unchanged.
 
     made_by: the class of the node that shows progress and gain. graphs: capture whole model calls and replay them, if
-    the device and the call allow it.
+    the device and the call allow it. quality: what the node calls what it does.
     """
     attach(cache, running_home)
     patched = streamed.clone_for_compiling(model, cache)
@@ -248,7 +253,7 @@ def accelerate(
 
         capture.attach(cache, patched)
     wrappers = {
-        WrappersMP.OUTER_SAMPLE: _outer_sample(settings, cache, made_by, graphs),
+        WrappersMP.OUTER_SAMPLE: _outer_sample(settings, cache, made_by, graphs, quality),
         WrappersMP.SAMPLER_SAMPLE: sampling_begins,
         WrappersMP.APPLY_MODEL: _apply_model(settings, cache),
     }
@@ -256,12 +261,13 @@ def accelerate(
     return patched
 
 
-def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | None, graphs: bool):
+def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | None, graphs: bool, quality: str | None):
     described = {
         "backend": settings.backend,
         "shapes": "any size" if settings.any_size else "exact size",
         "check_gain": settings.measured,
         "graphs": graphs,
+        "quality": quality,
     }
 
     def wrapper(executor, *args, **kwargs):
