@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import ROOT, WORK, Problem
 from .bench import BENCHES, WITH_DIFFUSERS, WITH_RAY
+from .tools.command import Parser
 
 VENV = ROOT / ".venv"
 VENV_PYTHON = "Scripts/python.exe" if os.name == "nt" else "bin/python"
@@ -53,26 +54,22 @@ def main():
             passed_on = [*AT_ONCE, *EVERY, *passed_on]
         return call([python, "-m", "pytest", *(passed_on or AT_ONCE)], environment)
     if options.command == "release":
-        passed_on = ["--tools", str(release_python())]
+        passed_on += ["--tools", str(release_python())]
     folder = "tools" if options.command in ("serve", "release") else "bench"
     module = options.name if options.command == "bench" else options.command
     return call([python, "-m", f"dev.{folder}.{module}", *passed_on], environment)
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, as everything here does."""
-
-    def error(self, message):
-        raise Problem(f"{message[:1].upper()}{message[1:]}; {self.prog} --help lists what there is.")
-
-
 def parse(arguments):
-    """The command with its environment, and the arguments for what it runs."""
+    """The command with its environment, and the arguments for what it runs. Without any, the help is printed."""
     parser = Parser(prog="dev.py", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name, summary, **more):
-        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False, **more)
+        as_is = argparse.RawDescriptionHelpFormatter
+        first = summary.partition("\n")[0]
+        more = {"help": first, "description": summary, "formatter_class": as_is, **more}
+        added = commands.add_parser(name, allow_abbrev=False, **more)
         added.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
         added.add_argument("--python", metavar="PATH", help="an interpreter with ComfyUI's packages, instead of .venv")
         added.add_argument("--torch", metavar="VERSION", help="another torch, in an environment of its own")
@@ -88,24 +85,27 @@ def parse(arguments):
     test.add_argument("--all", action="store_true", help="run every test, thorough ones too")
     serve = command("serve", "Run ComfyUI with the pack, to be opened in a browser.")
     serve.add_argument("--models", metavar="PATH", help="the models folder of an existing ComfyUI")
-    serve.add_argument("--port", metavar="N", help="default: 8188")
-    command("release", "Check everything about a release but the upload: versions, validation, package, wheel.")
-    listed = "; ".join(f"{name}: {what}" for name, what in BENCHES.items())
+    serve.add_argument("--port", metavar="N", type=int, help="default: 8188")
+    release = command(
+        "release", "Check everything about a release but the upload: versions, validation, package, wheel."
+    )
+    release.add_argument("--owner", metavar="NAME", help="first write this GitHub name into all placeholders and links")
+    listed = "\n".join(f"  {name + ':':<11}{what}" for name, what in BENCHES.items())
     named = any(argument in BENCHES for argument in arguments)  # then --help goes to it, as all else does
-    bench = command("bench", f"Run a measurement; further arguments go to it. {listed}.", add_help=not named)
+    bench = command("bench", f"Run a measurement; further arguments go to it.\n\n{listed}", add_help=not named)
     bench.add_argument("name", metavar="NAME", help=", ".join(BENCHES))
     bench.add_argument("--json", metavar="FILE", help="write the table there too")
 
-    options, passed_on = parser.parse_known_args(arguments)
+    options, passed_on = parser.parse_known_args(arguments or ["--help"])
     if passed_on and options.command in ("demo", "serve", "release"):
         raise Problem(f"dev.py {options.command} does not know {passed_on[0]}; --help lists what it knows.")
     if options.command == "bench" and options.name not in BENCHES:
         raise Problem(f"There is no measurement {options.name}: choose one of {', '.join(BENCHES)}.")
-    for name in ("checkpoint", "json", "models", "port"):
+    for name in ("checkpoint", "json", "models", "port", "owner"):
         value = getattr(options, name, None)
         if value:
             # The child runs in the pack's folder, the paths are meant from here.
-            passed_on += [f"--{name}", value if name == "port" else os.path.abspath(value)]
+            passed_on += [f"--{name}", str(value) if name in ("port", "owner") else os.path.abspath(value)]
     for name in ("checkpoint", "models"):
         value = getattr(options, name, None)
         if value and not os.path.exists(value):

@@ -384,7 +384,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench fleet", description=__doc__)
+    parser = command.Parser(prog="dev.py bench fleet", description=__doc__)
     parser.add_argument("--replicas", type=int, default=2, help="default: 2")
     parser.add_argument("--prompts", type=int, default=200, help="default: 200, of 12 sizes")
     parser.add_argument("--routes", nargs="*", choices=ROUTES, default=ROUTES, help="default: both")

@@ -160,7 +160,7 @@ def _require_device(options: argparse.Namespace) -> None:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench gpu", description=__doc__)
+    parser = command.Parser(prog="dev.py bench gpu", description=__doc__)
 
     def choice(option: str, known: Iterable[str], summary: str) -> None:
         summary = f"{summary}: {', '.join(known)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dev import ROOT, Problem
+from dev.tools import command
 from dev.tools.comfyui import tree, version
 
 Row = dict[str, Any]
@@ -21,7 +22,7 @@ Row = dict[str, Any]
 
 def parser(name: str, summary: str) -> argparse.ArgumentParser:
     """The arguments that every measurement has; it adds its own."""
-    made = argparse.ArgumentParser(prog=f"dev.py bench {name}", description=summary)
+    made = command.Parser(prog=f"dev.py bench {name}", description=summary)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     return made
 

@@ -1,5 +1,6 @@
 """How every command here ends: with 0, or with one sentence and 1. Standard library only: dev.py uses it too."""
 
+import argparse
 import errno
 import signal
 import sys
@@ -7,6 +8,13 @@ import traceback
 from collections.abc import Callable
 
 from dev import WORK, Problem
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as everything here does."""
+
+    def error(self, message: str) -> None:
+        raise Problem(f"{message[:1].upper()}{message[1:]}; {self.prog} --help lists what there is.")
 
 
 def run(main: Callable[[], int | None]) -> int:

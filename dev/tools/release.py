@@ -4,6 +4,7 @@ Run by `dev.py release`, which brings comfy-cli in an environment of its own.
 """
 
 import argparse
+import posixpath
 import re
 import subprocess
 import sys
@@ -24,19 +25,24 @@ NEEDED = (
     "accel/__init__.py",
 )
 NEEDED_FOLDERS = ("nodes/", "web/docs/", "locales/zh/", "example_workflows/api/")
-PLACEHOLDER = "OWNER"
-"""In pyproject.toml, where only the person who publishes knows what to write."""
+PLACEHOLDERS = {"ADDRESS_OF_THIS_PAGE": "https://github.com/{owner}/comfy-accel", "OWNER": "{owner}"}
+"""In pyproject.toml and the pages, where only the person who publishes knows what to write."""
+
+_LINK = re.compile(r"(?<=\]\()[^)\s#]+|(?<=src=\")[^\"]+|(?<=srcset=\")[^\"]+")
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     tools = options.tools
+    if options.owner:
+        fill(options.owner)
     checks = {
         "version": versions_differ,
         "comfy node validate": lambda: validation(tools),
         "comfy node pack": lambda: package(tools),
         "wheel": lambda: wheel(tools),
-        "placeholders": lambda: placeholders((ROOT / "pyproject.toml").read_text(encoding="utf-8")),
+        "placeholders": lambda: (wrong for name in _written() for wrong in placeholders(name, _text(name))),
+        "links": lambda: (f"{name} names {link}, which is not packed" for name in _written() for link in lacking(name)),
     }
     failed = []
     for name, check in checks.items():
@@ -61,11 +67,60 @@ def versions_differ(folder: Path = ROOT) -> Iterator[str]:
         yield ", ".join(f"{name} says {version}" for name, version in said.items())
 
 
-def placeholders(text: str) -> Iterator[str]:
-    """The lines of pyproject.toml that still wait for somebody's name."""
+def placeholders(name: str, text: str) -> Iterator[str]:
+    """The lines of a file that still wait for somebody's name."""
     for number, line in enumerate(text.splitlines(), 1):
-        if PLACEHOLDER in line and not line.startswith("#"):
-            yield f"line {number} of pyproject.toml has {PLACEHOLDER}"
+        for placeholder in PLACEHOLDERS:
+            if re.search(rf"\b{placeholder}\b", line) and not line.startswith("#"):
+                yield f"line {number} of {name} has {placeholder}: give --owner"
+
+
+def packed() -> set[str]:
+    """What `comfy node pack` packs: all that git tracks but for what .comfyignore names."""
+    return {*_git("ls-files")} - {*_git("ls-files", "--cached", "--ignored", "--exclude-from=.comfyignore")}
+
+
+def lacking(name: str) -> dict[str, str]:
+    """Links of a packed page to what is not: link → path in the repository, "" for GitHub's issues."""
+    names, found = packed(), {}
+    for link in _LINK.findall(_text(name) if name.endswith(".md") else ""):
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
+        is_there = path in names or any(one.startswith(f"{path}/") for one in names)
+        if "://" not in link and not is_there:
+            found[link] = "" if link.endswith("../issues") else path
+    return found
+
+
+def fill(owner: str) -> None:
+    """Write the owner's name for every placeholder, and whole addresses for links to what is not packed."""
+    for name in _written():
+        text, page = _text(name), PLACEHOLDERS["ADDRESS_OF_THIS_PAGE"].format(owner=owner)
+        absolute = {link: _address(page, path) for link, path in lacking(name).items()}
+        text = _LINK.sub(lambda match, absolute=absolute: absolute.get(match[0], match[0]), text)
+        for placeholder, value in PLACEHOLDERS.items():
+            text = re.sub(rf"\b{placeholder}\b", value.format(owner=owner), text)
+        (ROOT / name).write_text(text, encoding="utf-8")
+
+
+def _address(page: str, path: str) -> str:
+    if not path:
+        return f"{page}/issues"
+    is_picture = path.endswith((".png", ".jpg", ".svg"))
+    host = page.replace("github.com", "raw.githubusercontent.com") + "/main" if is_picture else f"{page}/blob/main"
+    return f"{host}/{path}"
+
+
+def _written() -> list[str]:
+    """The packed files that people read, and pyproject.toml."""
+    return sorted(name for name in packed() if name == "pyproject.toml" or re.fullmatch(r"(docs/)?[\w-]+\.md", name))
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def _git(*arguments: str) -> list[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
 
 
 def validation(tools: Path) -> Iterator[str]:
@@ -152,8 +207,9 @@ def _comfy(tools: Path, verb: str) -> str:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py release", description=__doc__.splitlines()[0])
+    parser = command.Parser(prog="dev.py release", description=__doc__.splitlines()[0])
     parser.add_argument("--tools", type=Path, required=True, help="the Python of an environment with comfy-cli")
+    parser.add_argument("--owner", help="a GitHub name, written for all placeholders first")
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,5 @@
 """ComfyUI with this pack, in the foreground, for a browser on this machine."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ FOLDER = WORK / "serve"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="dev.py serve", description=__doc__)
+    parser = command.Parser(prog="dev.py serve", description=__doc__)
     parser.add_argument("--port", type=int, default=8188, help="0 takes a free one (default: 8188)")
     parser.add_argument("--models", type=Path, metavar="PATH", help="the models folder of an existing ComfyUI")
     options = parser.parse_args(arguments)

@@ -31,6 +31,15 @@ def venv(monkeypatch, tmp_path):
 # Arguments
 
 
+@pytest.mark.parametrize("given", [[], ["bench", "--help"]])
+def test_help_is_printed_where_nothing_is_asked_for_and_has_one_measurement_a_line(given, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.parse(given)
+    lines = capsys.readouterr().out.splitlines()
+    named = BENCHES if given else ("demo", "test", "serve", "release", "bench")
+    assert not ended.value.code and {line.split()[0].rstrip(":") for line in lines if line.startswith("  ")} >= {*named}
+
+
 AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
 
 
@@ -72,6 +81,7 @@ def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(m
         (["demo", "--size", "64"], "does not know --size"),
         (["demo", "--checkpoint", "nowhere"], "nowhere does not exist"),
         (["serve", "--models", "nowhere"], "nowhere does not exist"),
+        (["serve", "--port", "abc"], "^Argument --port: invalid int value"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_begun(arguments, said):

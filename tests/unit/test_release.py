@@ -1,6 +1,6 @@
 """What `dev.py release` checks, as far as it needs neither comfy-cli nor a network."""
 
-import subprocess
+import shutil
 import zipfile
 
 import pytest
@@ -23,23 +23,41 @@ def test_a_version_that_the_changelog_does_not_have_is_named(tmp_path):
 
 
 def test_placeholders_are_found_in_values_and_not_in_comments():
-    assert list(release.placeholders('# OWNER\nPublisherId = "OWNER"\n')) == ["line 2 of pyproject.toml has OWNER"]
+    said = list(release.placeholders("a.toml", '# OWNER\nPublisherId = "OWNER"\ngit clone ADDRESS_OF_THIS_PAGE\n'))
+    assert said == [
+        "line 2 of a.toml has OWNER: give --owner",
+        "line 3 of a.toml has ADDRESS_OF_THIS_PAGE: give --owner",
+    ]
 
 
-def git(*arguments):
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+def test_owner_fills_every_placeholder_and_every_link_to_what_is_not_packed(tmp_path, monkeypatch):
+    names = [name for name in release.packed() if name.endswith((".md", ".toml"))]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    files = release.packed()
+    monkeypatch.setattr(release, "packed", lambda: files)
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    written = release._written()
+    assert {"README.md", "pyproject.toml", "docs/api.md"} <= {*written} and any(map(release.lacking, written))
+    release.fill("somebody")
+    for name in written:
+        assert release.lacking(name) == {} and list(release.placeholders(name, release._text(name))) == []
+    readme = release._text("README.md")
+    assert "git clone https://github.com/somebody/comfy-accel comfy-accel" in readme
+    assert "(https://github.com/somebody/comfy-accel/issues)" in readme
+    assert "https://raw.githubusercontent.com/somebody/comfy-accel/main/docs/session.png" in readme
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """What `comfy node pack` makes: all that git tracks but for what .comfyignore names."""
-    tracked = git("ls-files")
-    if not tracked:
+    names = release.packed()
+    if not names:
         pytest.skip("this copy of the repository has no git history")
-    ignored = git("ls-files", "--cached", "--ignored", "--exclude-from=.comfyignore")
     made = tmp_path_factory.mktemp("pack") / "node.zip"
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted({*tracked} - {*ignored}):
+        for name in sorted(names):
             if (ROOT / name).is_file():
                 archive.write(ROOT / name, name)
     return made
