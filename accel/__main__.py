@@ -1,6 +1,26 @@
 """`python -m accel store|doctor`; `comfy-accel` in its place where the package is installed."""
 
+import importlib.util
+import os
 import sys
+
+_PACK = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PYTHONS = (
+    ("..", "..", "..", "python_embeded", "python.exe"),  # Windows portable, which spells it so
+    *(("..", "..", folder, "Scripts", "python.exe") for folder in (".venv", "venv")),
+    *(("..", "..", folder, "bin", "python") for folder in (".venv", "venv")),
+)
+"""Where ComfyUI's Python may be, from the pack's folder."""
+
+
+def _of_comfyui(arguments):
+    """What to run in place of a Python without PyTorch."""
+    found = [os.path.join(*parts) for parts in _PYTHONS if os.path.isfile(os.path.join(_PACK, *parts))]
+    python = (
+        found[0] if found else "..\\..\\..\\python_embeded\\python.exe" if os.name == "nt" else "PATH_TO_ITS_PYTHON"
+    )
+    said = f"This Python ({sys.executable}) has no PyTorch. Run it with the one that ComfyUI runs with:"
+    return f'{said}\n\n    cd "{_PACK}"\n    {python} -m accel {" ".join(arguments)}\n'
 
 
 def main() -> int:
@@ -9,6 +29,9 @@ def main() -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     command = f"python -m {__package__}" if __name__ == "__main__" else "comfy-accel"
+    if arguments[:1] in (["doctor"], ["store"]) and importlib.util.find_spec("torch") is None:
+        print(_of_comfyui(arguments), file=sys.stderr)
+        return 1
     if arguments == ["doctor"]:
         from .hosts.comfyui.server import doctor
 

@@ -36,6 +36,12 @@ def set_verbosity(verbosity: str) -> None:
             _unsubscribe = None
 
 
+def named(record: logging.LogRecord) -> bool:
+    """A filter of our logger, where a program's handlers do not show whose a line is: it begins with "Accel: "."""
+    record.msg = f"Accel: {record.msg}"
+    return True
+
+
 def from_environment() -> str | None:
     """The verbosity that ACCEL_DEBUG requests, whatever the settings are; None where it is not set, or off."""
     return DEBUG if os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "off", "false", "no") else None

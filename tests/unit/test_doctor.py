@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from comfy_accel.accel import __main__
 from comfy_accel.accel.core import toolchain
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import Settings
@@ -29,6 +30,27 @@ def card(monkeypatch):
 
 def told():
     return dict(line.split(": ", 1) for line in doctor.lines())
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("python_embeded/python.exe", "python_embeded/python.exe -m accel doctor"),
+        ("ComfyUI/.venv/bin/python", "../../.venv/bin/python -m accel doctor"),
+        (None, "PATH_TO_ITS_PYTHON -m accel doctor"),
+    ],
+)
+def test_python_without_torch_names_the_one_to_use(monkeypatch, tmp_path, capsys, there, said):
+    pack = tmp_path / "ComfyUI" / "custom_nodes" / "comfy-accel"
+    for made in filter(None, (there and (tmp_path / there).parent, pack)):
+        made.mkdir(parents=True, exist_ok=True)
+    if there is not None:
+        (tmp_path / there).touch()
+    monkeypatch.setattr(__main__, "_PACK", str(pack))
+    monkeypatch.setattr(__main__.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["accel", "doctor"])
+    assert __main__.main() == 1
+    assert said in capsys.readouterr().err.replace("\\", "/")
 
 
 def test_machine_without_a_card(monkeypatch):

@@ -1,7 +1,20 @@
 """What ran eagerly: one line and one row for each reason."""
 
+from comfy_accel.accel.core.events import log
 from comfy_accel.accel.core.fallbacks import _MOST, Fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.report.log import named
+
+
+def test_lines_in_a_program_s_log_begin_with_whose_they_are(caplog):
+    log.addFilter(named)
+    try:
+        Fallbacks().note("Block", Reason("autocast"))
+    finally:
+        log.removeFilter(named)
+    assert [record.getMessage().partition(", and")[0] for record in caplog.records] == [
+        "Accel: Block runs uncompiled: autocast is on"
+    ]
 
 
 def test_nobody_is_warned_of_what_is_as_it_should_be_also_within_another_reason(caplog):

@@ -9,6 +9,8 @@ import json
 import urllib.parse
 from typing import Any
 
+from ....core.events import log
+from ....report import log as report_log
 from .. import preferences
 from . import earlier_prompts, panel, panel_messages, report
 
@@ -90,6 +92,7 @@ def register() -> None:
             raise Refused("This route takes no input: send an empty body.")
         return panel.clear()
 
+    log.addFilter(report_log.named)
     server.add_on_prompt_handler(earlier_prompts.leave_out_gone_inputs)
     panel_messages.start(server)
 
