@@ -104,6 +104,8 @@ class BlockRunner:
         self._make, self._for_functions = make, {}
         self._left: Reason | None = None
         """Why the block runs eagerly for the rest of the run."""
+        self.why: Reason | None = None
+        """Why there was no graph for a call, last."""
 
     @property
     def kind(self) -> kinds.Kind:
@@ -207,7 +209,7 @@ class BlockRunner:
                 return self._call_instead(other, inner, args, kwargs)
             if resolved is None:
                 self.ways.add(None)
-            return self._eagerly(call) if resolved is None else self._run(call, resolved)
+            return self._eagerly(call, self.why) if resolved is None else self._run(call, resolved)
         if isinstance(refusal, NoGraph):
             return self._without_graph(call, refusal)
         return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
@@ -321,6 +323,7 @@ class BlockRunner:
     def _without_graph(self, call: Call, refusal: NoGraph) -> Any:
         """Run the call eagerly after there was no graph for it."""
         call.weights = ()
+        self.why = refusal.reason
         self._count_eager()
         try:
             out = call.inner(*call.args, **call.kwargs)

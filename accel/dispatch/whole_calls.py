@@ -88,7 +88,8 @@ class WholeCalls:
             if slow is not None and self.unspared is not None:
                 slow = Reason("host_bound_without_graphs", slow=slow)
             for block, reason in used.left.items():
-                name, why = (self._name, slow) if is_bare else (self.runners[block].kind.name, reason)
+                runner = self.runners[block]
+                name, why = (self._name, slow) if is_bare else (runner.kind.name, reason or runner.why)
                 if used.passes and why is not None:
                     fallbacks.note(name, why, calls=used.passes)
         return sum(used.passes * len(used.left) for used in self._made.values())
@@ -156,7 +157,7 @@ class WholeCalls:
 class _Known:
     """What runs have found of a model's calls of one size.
 
-    left: the blocks that need no stand-in, each with the reason, unless that was told before; None until nothing is
+    left: the blocks that need no stand-in, each with the reason, unless its runner has it; None until nothing is
     compared in them. called: the blocks that such calls call. looks: how often that was found. generation: of the cache
     then.
     """
