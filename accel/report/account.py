@@ -111,8 +111,8 @@ class Account:
 
 
 def rounded(seconds: float) -> str:
-    """Seconds as people say them, such as "2.1" and "14"."""
-    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
+    """Seconds as people say them, such as "0.02", "2.1" and "14"."""
+    return f"{seconds:.{0 if seconds >= 10 else 1 if seconds >= 0.1 else 2}f}"
 
 
 def by_compiling(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from ..cache.entry import Entry
@@ -20,11 +19,12 @@ def cache_table(cache: GraphCache, rows: int | None = None) -> dict[str, Any]:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    """One entry as JSON. last_used: Unix seconds. used_at: of the latest runs, the newest first.
+    """One entry as JSON, with the readable fields of its key. last_used: Unix seconds. used_at: the newest first.
 
     source: of its graphs: "compiled", "disk", or "captured" for calls of a whole model.
     """
     failure = entry.failure  # read once: another thread may clear it
+    sizes, inputs = getattr(entry.key, "sizes", None), getattr(entry.key, "inputs", ())
     return {
         "id": entry.id,
         "name": entry.name,
@@ -41,17 +41,8 @@ def _row(entry: Entry) -> dict[str, Any]:
             {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
         ],
         "source": "captured" if entry.is_capture else "disk" if entry.was_loaded else "compiled",
-        **_of_key(entry.key),
-    }
-
-
-def _of_key(key: Hashable) -> dict[str, Any]:
-    """The readable fields of a `GraphKey` or a `CaptureKey`."""
-    sizes = getattr(key, "sizes", None)
-    inputs = getattr(key, "inputs", ())
-    return {
         "sizes": "any" if sizes is None else [list(shape) for shape in sizes],
         "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else None,
         "device": str(inputs[0].device) if inputs else None,
-        "backend": getattr(key, "backend", None),
+        "backend": getattr(entry.key, "backend", None),
     }

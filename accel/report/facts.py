@@ -70,22 +70,17 @@ def line_of(run: Run, node: str) -> list[Reason]:
 
 def _named(run: Run, node: str) -> list[Reason]:
     """The quality that the node was set to, where it has one, and the size of the images."""
-    if not run.pixels:
-        return []
-    size, batch = f"{run.pixels[0]}×{run.pixels[1]}", run.latent[0]
-    size += f" ×{batch}" if batch > 1 else ""
-    quality = (run.compiling or {}).get("quality") if (run.compiling or {}).get("node") == node else None
-    return [Reason("line_image", quality=quality, size=size) if quality else Reason("line_size", size=size)]
+    settings, size = run.compiling or {}, size_of(run)
+    quality = settings.get("quality") if settings.get("node") == node else None
+    named = Reason("line_image", quality=quality, size=size) if quality else Reason("line_size", size=size)
+    return [named] if run.pixels else []
 
 
 def size_of(run: Run) -> str:
-    """The size of a run's images, such as "512x512, batch 2"; that of its latent where they have none."""
-    latent = run.latent
-    if run.pixels:
-        return f"{run.pixels[0]}x{run.pixels[1]}, batch {latent[0]}"
-    if len(latent) < 3:
-        return "latent " + "x".join(map(str, latent)) if latent else "latent unknown"
-    return f"latent {'x'.join(map(str, latent[2:]))}, batch {latent[0]}"
+    """The size of a run's images, such as "768×512 ×2" for a batch of two; that of its latent where they have none."""
+    sides = run.pixels or run.latent[2:] or run.latent
+    batch = f" ×{run.latent[0]}" if len(run.latent) > 2 and run.latent[0] > 1 else ""
+    return f"{'' if run.pixels else 'latent '}{'×'.join(map(str, sides)) or 'unknown'}{batch}"
 
 
 def _image(run: Run) -> Fact:
@@ -101,22 +96,22 @@ def _image(run: Run) -> Fact:
         end = f", until it was stopped after {counted(run.steps_done, 'step')}"
         line = [] if run.steps is None else [Reason("line_stopped", done=run.steps_done, steps=run.steps)]
     what = f"{run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}"
-    return Fact(f"Last image: {what}: {seconds(run.seconds)}{end}.", line)
+    return Fact(f"Last image: {what}: {rounded(run.seconds)} s{end}.", line)
 
 
 def _gain(run: Run, account: Account) -> Fact:
     saved, paid, how = account.saved, run.paid_seconds, " ".join(map(str, account.how))
     rest = max(run.seconds - paid, 0.0)
     bar = [
-        Part(rest, f"sampling {seconds(rest)}"),
-        Part(paid, f"making graphs {seconds(paid)}"),
-        Part(max(saved or 0.0, 0.0), f"saved {seconds(saved or 0.0)}", is_gone=True),
+        Part(rest, f"sampling {rounded(rest)} s"),
+        Part(paid, f"making graphs {rounded(paid)} s"),
+        Part(max(saved or 0.0, 0.0), f"saved {rounded(saved or 0.0)} s", is_gone=True),
     ]
     if saved is None:
         return Fact(f"Gain: not known. {how}", bar=bar)
     said = f"Gain: {', '.join(map(str, (*account.gain(), *account.later())))}."
     if account.paid >= LEAST_SAVED:
-        said += f"\n  Making and comparing graphs took {seconds(account.paid)} of this image, and is counted."
+        said += f"\n  Making and comparing graphs took {rounded(account.paid)} s of this image, and is counted."
     return Fact(f"{said}\n  How this is known: {how}", account.gain(), bar=bar)
 
 
@@ -124,25 +119,21 @@ def _compiling(run: Run, account: Account) -> Fact:
     totals, word = run.totals, "traced" if run.is_traced else "compiled"
     calls = totals.compiled_calls + totals.eager_calls
     share = f" ({totals.compiled_calls / calls:.0%})" if calls else ""
-    how = "traced but uncompiled (backend eager)" if run.is_traced else "compiled"
-    lines = [f"Compiling: {totals.compiled_calls} of {calls} block calls{share} ran {how}."]
+    ran = "traced but uncompiled (backend eager)" if run.is_traced else "compiled"
+    lines = [f"Compiling: {totals.compiled_calls} of {calls} block calls{share} ran {ran}."]
     if run.blocks:
         lines.append(f"{counted(run.blocks, 'block')} of {counted(run.kinds, 'type')} can be {word}.")
-    if run.compilations:
-        lines.append(
-            f"This run {word} {counted(run.compilations, 'graph')} in {seconds(run.compile_seconds)}; the next image "
-            "does without."
-        )
-    if run.loaded:
-        lines.append(f"It loaded {counted(run.loaded, 'graph')} from disk in {seconds(run.load_seconds)}.")
+    made = (
+        (word, run.compilations, "graph", run.compile_seconds),
+        ("loaded from disk", run.loaded, "graph", run.load_seconds),
+        ("captured", run.captures, "CUDA graph", run.capture_seconds),
+    )
+    lines += [f"It {how} {counted(number, what)} in {rounded(took)} s." for how, number, what, took in made if number]
     if totals.model_calls:
         lines.append(f"{totals.replays} of {counted(totals.model_calls, 'model call')} replayed a CUDA graph.")
-    if run.captures:
-        lines.append(f"It captured {counted(run.captures, 'CUDA graph')} in {seconds(run.capture_seconds)}.")
     bar = [Part(totals.compiled_calls, f"{word} {totals.compiled_calls}")]
     bar.append(Part(totals.eager_calls, f"uncompiled {totals.eager_calls}"))
-    is_only_traced = run.is_traced and totals.compiled_calls > 0
-    why = Reason("line_traced") if is_only_traced else None
+    why = Reason("line_traced") if run.is_traced and totals.compiled_calls else None
     return Fact("\n  ".join(lines), [*_compiled_line(run, account), *_uncompiled_line(run)], why, bar)
 
 
@@ -180,7 +171,8 @@ def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
     """What DeepCache did in so many samplings."""
     letters, number = skipping.steps_taken, len(skipping.steps_taken)
     if not skipping.skipped_steps:
-        why = why_none_skipped(skipping, samplings)
+        is_short = number / samplings < FEW_STEPS
+        why = skipping.why_full or (Reason("few_steps") if is_short else Reason("steps_differ"))
         what = f"none of {counted(number, 'step')}" if number else "no step"
         return Fact(f"DeepCache skipped {what}: {why}.", [Reason("line_none_skipped", why=why)], why)
     skipped = f"DeepCache skipped {skipping.skipped_steps} of {counted(number, 'step')}"
@@ -197,34 +189,21 @@ def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
     return Fact(f"{skipped}.\n  {shown}   ({FULL} full, {SKIPPED} skipped)", [line], bar=bar)
 
 
-def why_none_skipped(skipping: Skipping, samplings: int = 1) -> Reason | str:
-    """Why DeepCache skipped no step in so many samplings."""
-    if skipping.why_full is not None:
-        return skipping.why_full
-    if len(skipping.steps_taken) / samplings < FEW_STEPS:
-        return Reason("few_steps")
-    return Reason("steps_differ")
-
-
 def _uncompiled(run: Run) -> list[Fact]:
     """A fact for each reason, the most frequent first."""
     facts = []
     for why, calls in run.reasons().items():
         names = ", ".join(list(calls)[:_MOST_BLOCKS]) + (" and others" if len(calls) > _MOST_BLOCKS else "")
         how = "" if why.code in OF_CUDA_GRAPHS else " ran without Accel" if why.code in OF_OTHERS else " ran uncompiled"
-        facts.append(Fact(f"{counted(calls.total(), 'call')} of {names}{how}: {_clause(why)}.", why=why))
+        facts.append(Fact(f"{counted(calls.total(), 'call')} of {names}{how}: {str(why).rstrip('.')}.", why=why))
     more = len(facts) - _MOST_REASONS
     return facts if more <= 0 else [*facts[:_MOST_REASONS], Fact(f"There are {counted(more, 'more reason')}.")]
-
-
-def _clause(why: Reason) -> str:
-    return str(why).rstrip(".")
 
 
 def cache_fact(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> Fact:
     """How full the cache is, and what it did since the start. cache, store: what `statistics` gives."""
     used, limit = cache["bytes"], cache["max_bytes"]
-    totals = f"{cache['compilations']} compiled in {seconds(cache['seconds'])}, {cache['loaded']} loaded"
+    totals = f"{cache['compilations']} compiled in {rounded(cache['seconds'])} s, {cache['loaded']} loaded"
     lines = [
         f"Graph cache: {counted(cache['graphs'], 'graph')}, {megabytes(used)} of {megabytes(limit)}.",
         f"Since the start: {totals}, used {counted(cache['hits'], 'time')}, {cache['evictions']} dropped.",
@@ -233,14 +212,6 @@ def cache_fact(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> Fac
         lines.append(f"On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")
     bar = [Part(used, "in use"), Part(max(limit - used, 0), "free", is_gone=True)]
     return Fact("\n  ".join(lines), bar=bar)
-
-
-def seconds(value: float) -> str:
-    """A time in words: 0.02 s, 3.4 s, 2 min 05 s."""
-    if value < 60:
-        return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s"
 
 
 def megabytes(value: int) -> str:

@@ -56,11 +56,6 @@ def _listed(names: str | None, name: str | None) -> str | None:
     return " + ".join(dict.fromkeys(filter(None, every))) or name
 
 
-def _counted(record: Record) -> dict[str, Any]:
-    """A record's facts without its savings, which are reported together."""
-    return {name: value for name, value in vars(record).items() if not isinstance(value, Saving)}
-
-
 @dataclass(frozen=True)
 class Totals(Record):
     """Counts of a run's calls, made by the host.
@@ -117,10 +112,6 @@ class Skipping(Record):
         shares = [(one.skipped_work, len(one.steps_taken)) for one in (self, other) if one.skipped_work is not None]
         steps = sum(count for _, count in shares)
         return replace(both, skipped_work=sum(share * count for share, count in shares) / steps if steps else None)
-
-    def as_json(self) -> dict[str, Any]:
-        counts = {"full_steps": self.full_steps, "skipped_steps": self.skipped_steps}
-        return {**_counted(self), **counts}
 
 
 @dataclass(eq=False)
@@ -215,10 +206,10 @@ class Run(Record):
 
     def as_json(self) -> dict[str, Any]:
         """JSON for the panel: all facts of the run and its records, and what follows from them."""
+        facts = {**vars(self.skipping), **vars(self.totals), **vars(self)}
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("totals", "skipping")},
-            **self.skipping.as_json(),
-            **_counted(self.totals),
+            **{name: value for name, value in facts.items() if not isinstance(value, (Record, Saving))},
+            **{name: getattr(self.skipping, name) for name in ("full_steps", "skipped_steps")},
             "fallbacks": rows_of(self.fallbacks),
             "lines": self.lines_as_json(),
             "account": self.account().as_json(),

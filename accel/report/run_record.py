@@ -19,10 +19,6 @@ from .run import Run, Skipping
 _MOST_REASONS = 50
 """Reasons kept per run."""
 
-_DISTURBING = frozenset(
-    ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
-)
-
 _COUNTED = {
     "compile_end": ("compile_seconds", "compilations"),
     "compile_failed": ("compile_seconds", None),
@@ -32,6 +28,8 @@ _COUNTED = {
     "survey": ("survey_seconds", None),
 }
 """Event → the facts of a `Run` that hold its seconds and its count."""
+
+_DISTURBING = frozenset((*_COUNTED, "probe_end", "dry_run_end"))
 
 
 @dataclass
