@@ -13,14 +13,14 @@ _PYTHONS = (
 """Where ComfyUI's Python may be, from the pack's folder."""
 
 
-def _of_comfyui(arguments):
+def _of_comfyui():
     """What to run in place of a Python without PyTorch."""
     found = [os.path.join(*parts) for parts in _PYTHONS if os.path.isfile(os.path.join(_PACK, *parts))]
     python = (
         found[0] if found else "..\\..\\..\\python_embeded\\python.exe" if os.name == "nt" else "PATH_TO_ITS_PYTHON"
     )
     said = f"This Python ({sys.executable}) has no PyTorch. Run it with the one that ComfyUI runs with:"
-    return f'{said}\n\n    cd "{_PACK}"\n    {python} -m accel {" ".join(arguments)}\n'
+    return f'{said}\n\n    cd "{_PACK}"\n    {python} -m accel doctor\n'
 
 
 def main() -> int:
@@ -29,11 +29,11 @@ def main() -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     command = f"python -m {__package__}" if __name__ == "__main__" else "comfy-accel"
-    if arguments[:1] in (["doctor"], ["store"]) and importlib.util.find_spec("torch") is None:
-        print(_of_comfyui(arguments), file=sys.stderr)
-        return 1
     if arguments == ["doctor"]:
-        from .hosts.comfyui.server import doctor
+        if importlib.util.find_spec("torch") is None:
+            print(_of_comfyui(), file=sys.stderr)
+            return 1
+        from .hosts import doctor
 
         print("\n".join(doctor.lines()))
         return 0

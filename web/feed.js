@@ -30,6 +30,11 @@ class Feed {
   /** Listen to the server; once, when the page is set up. */
   start() {
     api.addEventListener("accel", ({ detail }) => this.#hear(detail ?? {}));
+    api.addEventListener("reconnecting", () => {
+      this.problem = "unreachable";
+      this.compiling = null;
+      this.#tell();
+    });
     api.addEventListener("reconnected", () => {
       this.compiling = null;
       this.#tell();

@@ -8,6 +8,7 @@ import { app } from "../../scripts/app.js";
 import { graphsButtons, isAnswered, onAnswer } from "./cuda_graphs.js";
 import { h, setText } from "./dom.js";
 import { feed } from "./feed.js";
+import { fetchState } from "./server.js";
 import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";
 
 const NAME = "accel_text";
@@ -19,24 +20,26 @@ const BUTTONS = 28; // pixels, a row
 const SIDE_BY_SIDE = 250; // pixels: narrower nodes have a row for each button
 const RESTS = [2, 4]; // modes of a node that is muted or bypassed
 
-const askedFrom = new Map(); // id of a prompt → the workflow that was open when it was queued
+const KEPT = "accel.prompts"; // in the session's storage, which outlives a reload
+const CHOICES = ["width", "height", "batch_size", "length", "quality"];
+
+const askedFrom = new Map(); // id of a prompt → the workflow that was open when it was queued, and its choices then
 const early = new Map(); // id of a prompt → what to do once it is known whose it is
-const texts = new WeakMap(); // workflow → {said, passing}, each by a node's place: functions that give a text
+const texts = new WeakMap(); // workflow → {said, passing}, each by a node's place: functions that give a text; choices
 
 /** Hear what our nodes have to say; once, when the page is set up. */
 export function startNodeTexts() {
   document.head.append(h("link", { rel: "stylesheet", href: new URL("node_text.css", import.meta.url).href }));
   loadTexts().then(redraw);
   onLanguage(() => setTimeout(redraw));
-  app.extensionManager?.workflow?.$subscribe?.(redraw); // another workflow is open
+  app.extensionManager?.workflow?.$subscribe?.(settle); // another workflow is open
+  api.addEventListener("graphChanged", redraw); // and may have other choices than its lines are of
   api.addEventListener("graphCleared", () => texts.delete(openWorkflow())); // it numbers its nodes anew
   rememberPrompts();
   onAnswer(redraw);
   feed.onMessage((message) => {
     if (message.event === "node_lines") {
-      const textOf = (place, line) => Object.assign(() => lineText(line), { offer: message.offers?.[place] });
-      const lines = Object.entries(message.lines).map(([place, line]) => [place, textOf(place, line)]);
-      note(message.prompt_id, ({ said }) => lines.forEach(([place, text]) => said.set(place, text)));
+      noteLines(message.prompt_id, message.lines, message.offers);
     } else if (message.event === "node_compiling" && message.node) {
       const text = () => [t("compilingOnNode", message), stageText(message)].filter(Boolean).join(" · ");
       note(message.prompt_id, ({ passing }) => passing.set(message.node, text));
@@ -48,22 +51,86 @@ export function startNodeTexts() {
   });
   for (const end of ["execution_success", "execution_error", "execution_interrupted"])
     api.addEventListener(end, ({ detail }) => note(detail.prompt_id, ({ passing }) => passing.clear()));
+  if (Object.keys(kept()).length) catchUp();
 }
 
 const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? app;
+
+/** What was said while the page was loaded again. */
+async function catchUp() {
+  const { prompt, lines } = (await fetchState(0)).data?.last_run ?? {};
+  if (kept()[prompt]) noteLines(prompt, lines);
+}
+
+/** Prompts of this tab: id → path of the workflow, and its choices. */
+function kept() {
+  try {
+    return JSON.parse(sessionStorage.getItem(KEPT)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+function keep(id, path, choices) {
+  const all = Object.entries({ ...kept(), [id]: [path, choices] }).slice(-MOST_EARLY);
+  try {
+    sessionStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(all)));
+  } catch {} // it is full, or not allowed
+}
+
+/** Where a prompt was queued, and what was chosen then; undefined where nobody knows. */
+function origin(id) {
+  if (askedFrom.has(id)) return askedFrom.get(id);
+  const [path, choices] = kept()[id] ?? [];
+  const open = app.extensionManager?.workflow?.openWorkflows ?? [];
+  const workflow = path && open.find((one) => one.path === path);
+  return workflow && { workflow, choices };
+}
+
+/** Do what waited for its workflow, which the page opens some time after it was loaded. */
+function settle() {
+  for (const [id, acts] of [...early]) {
+    if (!origin(id)) continue;
+    early.delete(id);
+    for (const act of acts) note(id, act);
+  }
+  redraw();
+}
+
+/** What a line is of, as the graph has it now: the sizes in it, and our nodes' quality, by place and name; as JSON. */
+function choicesNow() {
+  const found = {};
+  for (const [place, { widgets }] of everyNode(rootGraph()))
+    for (const { name, value } of widgets ?? []) if (CHOICES.includes(name)) found[`${place} ${name}`] = value;
+  return JSON.stringify(found);
+}
+
+/** Whether something is chosen otherwise by now; nodes that came or went since are no matter. */
+function areOther(choices) {
+  const now = JSON.parse(choicesNow());
+  return Object.entries(JSON.parse(choices)).some(([place, value]) => place in now && now[place] !== value);
+}
+
+const rootGraph = () => app.graph?.rootGraph ?? app.graph;
+
+function noteLines(prompt, lines, offers) {
+  const textOf = (place, line) => Object.assign(() => lineText(line), { offer: offers?.[place] });
+  const all = Object.entries(lines).map(([place, line]) => [place, textOf(place, line)]);
+  note(prompt, ({ said }) => all.forEach(([place, text]) => said.set(place, text)));
+}
 
 /** Only the page knows which workflow a prompt is of: copies of a template share their id. */
 function rememberPrompts() {
   const queue = api.queuePrompt;
   api.queuePrompt = async function (...args) {
-    const workflow = openWorkflow();
+    const [workflow, choices] = [openWorkflow(), choicesNow()];
     const answer = await queue.apply(this, args);
     const id = answer?.prompt_id;
     if (id) {
-      askedFrom.set(id, workflow);
+      askedFrom.set(id, { workflow, choices });
+      keep(id, workflow.path, choices);
       if (askedFrom.size > MOST_ASKED) askedFrom.delete(askedFrom.keys().next().value);
-      for (const act of early.get(id) ?? []) note(id, act);
-      early.delete(id);
+      settle();
     }
     return answer;
   };
@@ -71,25 +138,27 @@ function rememberPrompts() {
 
 /** Let `act` change the texts of the workflow that the prompt is of. */
 function note(prompt, act) {
-  const workflow = askedFrom.get(prompt);
+  const { workflow, choices } = origin(prompt) ?? {};
   if (!workflow) {
     early.set(prompt, [...(early.get(prompt) ?? []), act]);
     if (early.size > MOST_EARLY) early.delete(early.keys().next().value);
     return;
   }
-  if (!texts.has(workflow)) texts.set(workflow, { said: new Map(), passing: new Map() });
+  if (texts.get(workflow)?.choices !== choices) texts.set(workflow, { said: new Map(), passing: new Map(), choices });
   act(texts.get(workflow));
   if (workflow === openWorkflow()) redraw();
 }
 
 /** Draw what the nodes of the open workflow have said. */
 function redraw() {
-  const { said, passing } = texts.get(openWorkflow()) ?? { said: new Map(), passing: new Map() };
+  const { said, passing, choices } = texts.get(openWorkflow()) ?? { said: new Map(), passing: new Map() };
+  const isOutdated = choices !== undefined && areOther(choices);
   const found = new Map();
-  for (const [place, node] of allNodes(app.graph?.rootGraph ?? app.graph)) {
+  for (const [place, node] of everyNode(rootGraph())) {
+    if (!node.subgraph && !node.comfyClass?.startsWith("Accel")) continue;
     const now = textsAt(node, place, passing);
     // Subgraphs of one kind share their nodes.
-    found.set(node, [...(found.get(node) ?? []), ...(now.length ? now : textsAt(node, place, said))]);
+    found.set(node, [...(found.get(node) ?? []), ...(now.length ? now : isOutdated ? [] : textsAt(node, place, said))]);
   }
   for (const [node, all] of found) {
     const offer = isAnswered ? undefined : all.find((text) => text.offer)?.offer;
@@ -106,12 +175,12 @@ function textsAt(node, place, by) {
   return [...own, ...inside.map((other) => by.get(other))];
 }
 
-/** Every node that may have a text, with its place as the server names it: "7", or "5:7" inside of a subgraph. */
-function* allNodes(graph, before = "") {
+/** Every node, with its place as the server names it: "7", or "5:7" inside of a subgraph. */
+function* everyNode(graph, before = "") {
   for (const node of graph?.nodes ?? []) {
     const place = `${before}${node.id}`;
-    if (node.subgraph || node.comfyClass?.startsWith("Accel")) yield [place, node];
-    if (node.subgraph) yield* allNodes(node.subgraph, `${place}:`);
+    yield [place, node];
+    if (node.subgraph) yield* everyNode(node.subgraph, `${place}:`);
   }
 }
 

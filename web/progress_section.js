@@ -36,7 +36,7 @@ export function progressSection() {
     const isCounted = compiling.of > 0;
     const part = isCounted ? { number: compiling.number, of: compiling.of } : null;
     setText(name, compiling.name);
-    setText(stage, compiling.stage && ` · ${stageText(compiling)}`);
+    setText(stage, stageText(compiling) && ` · ${stageText(compiling)}`);
     setText(numbers, [part && t("numberOf", part), seconds(Math.floor(passed))].filter(Boolean).join(" · "));
     bar.style.width = isCounted ? `${(100 * Math.max(0, compiling.number - 1 + within)) / compiling.of}%` : "100%";
     bar.classList.toggle("accel-unknown", !isCounted);

@@ -57,8 +57,8 @@ export function reasonText({ code, fields, reason } = {}) {
 /** A choice of a node's input, as the page shows it; what is sent and saved stays English. */
 export const choiceText = (choice) => sentence("accelChoices", choice) ?? String(choice ?? "");
 
-/** How far a compilation is, such as "generating code"; null where the server does not say. */
-export const stageText = ({ stage }) => (stage ? t(`stage_${stage}`) : null);
+/** How far a compilation is, such as "generating code", or that it is the last; null where the server does not say. */
+export const stageText = ({ stage, stops }) => (stops ? t("stopsAfterThis") : stage ? t(`stage_${stage}`) : null);
 
 /** Reasons in a row: the line of a node, or what a run gained. */
 export const lineText = (reasons) => reasons.map(reasonText).join(" · ");

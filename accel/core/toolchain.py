@@ -43,7 +43,8 @@ def triton_version() -> str | None:
 def lacking(device: str) -> Reason | None:
     """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
     if device == "cpu" and cpp_compiler() is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        return Reason("no_cpp_compiler", name=_cpp_compiler_name(), command=_install_cpp())
+        name = _cpp_compiler_name() or "compiler in CXX, which is empty"
+        return Reason("no_cpp_compiler", name=name, command=_install_cpp())
     if device not in ("cuda", "xpu"):
         return None
     if importlib.util.find_spec("triton") is None:

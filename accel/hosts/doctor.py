@@ -12,45 +12,49 @@ from collections.abc import Iterator
 
 import torch
 
-from ....compile.registry import DEFAULT, backend_named
-from ....core import toolchain
-from .. import attention
-from . import allocator
+from ..compile.registry import DEFAULT, backend_named
+from ..core import toolchain
+from ..core.reasons import Reason
+from .comfyui import attention, words  # noqa: F401 which has its sentences
+from .comfyui.server import allocator
 
 _ATTENTION = "comfy.ldm.modules.attention"
 
 
 def lines() -> list[str]:
     """One sentence for each part of the machine, each with what it is called first."""
-    return [f"{name}: {said}" for name, said in _parts()]
+    return [f"{name}: {said}" for name, said in parts()]
 
 
-def _parts() -> Iterator[tuple[str, str]]:
+def parts() -> Iterator[tuple[str, Reason]]:
+    """Each part of the machine: its name, and what is said of it."""
     device = _device()
-    yield "Versions", f"Python {platform.python_version()}, PyTorch {torch.__version__}, {sys.platform}{_of_core()}"
+    yield "Versions", _versions()
     yield "Device", _named(device)
     lacking = backend_named(DEFAULT).missing() or toolchain.lacking(device)
     if lacking is not None:
-        yield "Compiling", f"no: {lacking}"
+        yield "Compiling", Reason("compiles_not", why=lacking)
     elif device == "cpu":
-        yield "Compiling", f"yes, with {toolchain.cpp_compiler()}; on a CPU it gains little"
+        yield "Compiling", Reason("compiles_on_cpu", compiler=toolchain.cpp_compiler() or "")
     else:
-        yield "Compiling", f"yes, with Triton {toolchain.triton_version()}" if device != "mps" else "yes"
-    yield "CUDA graphs", str(allocator.state())
+        triton = toolchain.triton_version()
+        yield "Compiling", Reason("compiles_with", triton=triton) if device != "mps" and triton else Reason("compiles")
+    yield "CUDA graphs", allocator.state()
     its_attention = _attention()
     if its_attention is not None:
         yield "Attention", its_attention
 
 
-def _of_core() -> str:
+def _versions() -> Reason:
+    its = Reason("versions", python=platform.python_version(), torch=torch.__version__, platform=sys.platform)
     version = getattr(sys.modules.get("comfyui_version"), "__version__", None)
     if version is None:
-        return ""
-    from ..versions import OLDEST  # which needs ComfyUI
+        return its
+    from .comfyui.versions import OLDEST  # which needs ComfyUI
 
+    with_core = Reason("versions_with_core", versions=its, core=version)
     is_old = tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST
-    oldest = ".".join(map(str, OLDEST))
-    return f", ComfyUI {version}" + (f" (update it: Accel is tested with {oldest} and later)" if is_old else "")
+    return Reason("core_is_old", versions=with_core, oldest=".".join(map(str, OLDEST))) if is_old else with_core
 
 
 def _device() -> str:
@@ -61,20 +65,21 @@ def _device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _named(device: str) -> str:
+def _named(device: str) -> Reason:
+    if device == "cpu":
+        return Reason("device_cpu")
     if device != "cuda":
-        return {"cpu": "none but the CPU", "mps": "Apple (MPS)", "xpu": "Intel (XPU)"}[device]
+        return Reason("device", name={"mps": "Apple (MPS)", "xpu": "Intel (XPU)"}[device])
     card = torch.cuda.get_device_properties(0)
     kind = f"capability {card.major}.{card.minor}" if torch.version.hip is None else "AMD (ROCm)"
-    return f"{card.name}, {kind}, {card.total_memory / (1 << 30):.0f} GB"
+    return Reason("device", name=f"{card.name}, {kind}, {card.total_memory / (1 << 30):.0f} GB")
 
 
-def _attention() -> str | None:
+def _attention() -> Reason | None:
     """Core's; None where it is not loaded."""
     function = getattr(sys.modules.get(_ATTENTION), "optimized_attention", None)
     if function is None:
         return None
     if not attention.is_opaque(_ATTENTION, "optimized_attention"):
-        return "compiled with the blocks"
-    name = getattr(function, "__name__", type(function).__name__)
-    return f"{name}, called from compiled blocks; no CUDA graphs with it"
+        return Reason("attention_compiled")
+    return Reason("attention_called", name=getattr(function, "__name__", type(function).__name__))

@@ -37,6 +37,18 @@ async id => {
 """
 """Queue the open workflow, on a server that says it is prompt `id`, and runs nothing."""
 
+CHOOSE = """
+([index, name, value]) => {
+    const widget = window.app.graph.nodes[index].widgets.find(one => one.name === name);
+    const before = widget.value;
+    widget.value = value;
+    const { changeTracker } = window.app.extensionManager.workflow.activeWorkflow;
+    (changeTracker.captureCanvasState ?? changeTracker.checkState).call(changeTracker);
+    return before;
+}
+"""
+"""Choose another value, which the page notices after a click; what it was."""
+
 TEXTS = "() => [...document.querySelectorAll('.accel-node-text')].map(element => element.textContent).filter(Boolean)"
 SAVED = "() => JSON.stringify(window.app.graph.serialize())"
 PROMPT = "async () => JSON.stringify((await window.app.graphToPrompt()).output)"
@@ -106,6 +118,37 @@ def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     until_shown(page, SAID)  # on the nodes that the page has made anew
     page.evaluate(LOAD, before[1])
     assert page.evaluate(TEXTS) == [], "the same file, opened again, has not run"
+
+
+@in_all
+def test_a_line_goes_with_the_choice_that_it_is_of_and_comes_back_with_it(page):
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(ADD, "EmptyLatentImage")
+    page.evaluate(QUEUE, "prompt 7")
+    ran(page, "prompt 7", node)
+    until_shown(page, SAID)
+    for index, name, chosen in ((0, "quality", "Fast"), (1, "width", 768)):
+        before = page.evaluate(CHOOSE, [index, name, chosen])
+        until_shown(page)
+        page.evaluate(CHOOSE, [index, name, before])
+        until_shown(page, SAID)
+
+
+@in_all
+def test_a_line_and_progress_are_there_after_the_page_was_loaded_again(page):
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    as_it_is(page)  # the page keeps a draft of it some time later
+    page.evaluate(QUEUE, "prompt 8")
+    page.wait_for_timeout(2000)
+    page.reload()
+    page.wait_for_function(READY)
+    page.wait_for_function("() => window.app.graph.nodes.length === 1")
+    compiling = {"event": "node_compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
+    page.evaluate(SAY, {**compiling, "prompt_id": "prompt 8", "stops": True})
+    until_shown(page, "Compiling ResBlock, 2 of 5 · stops after this block type")
+    page.evaluate("() => window.app.api.dispatchCustomEvent('execution_success', { prompt_id: 'prompt 8' })")
+    ran(page, "prompt 8", node)
+    until_shown(page, SAID)
 
 
 @in_all

@@ -24,6 +24,7 @@ from kit.pages import (
     get,
     graphs,
     idle,
+    machine_part,
     open_panel,
     row,
     screenshot,
@@ -260,7 +261,8 @@ MISSING = {
     **{"code": "no_triton", "fields": {"command": "pip install triton-windows"}},
     "reason": "torch needs Triton for the GPU, and it is not installed; this installs it: pip install …",
 }
-NOT_COMPILED = {"code": "line_not_compiled", "fields": {"why": MISSING}, "reason": "not compiled: ..."}
+LACKING = machine_part("Compiling", "compiles_not", why=MISSING)
+NOT_COMPILED = {"code": "line_not_compiled", "fields": {"why": MISSING}, "reason": f"not compiled: {MISSING['reason']}"}
 UNCOMPILED = {"compiled_calls": 0, "eager_calls": 40, "model_calls": 0, "compile_seconds": 0.0, "loaded": 0}
 STOPPED = {"failed": True, "steps_done": 8, "seconds": 5.0, "account": {"gain": []}, "steps_taken": ""}
 ANSWERS = {
@@ -274,7 +276,10 @@ ANSWERS = {
                 "fallbacks": [{"block": "ResBlock", **MISSING, "calls": 40}],
             },
             "last_run": {**UNCOMPILED, "account": {"worked": 9.2, "gain": []}, "lines": {"3": [NOT_COMPILED]}},
-            "machine": ["Device: RTX", f"Compiling: no: {MISSING['reason']}"],
+            "machine": [
+                machine_part("Device", "device", name="RTX"),
+                machine_part("Compiling", "compiles_not", why=MISSING),
+            ],
         },
         {
             ".accel-gain": ["not compiled: torch needs Triton"],
@@ -378,13 +383,13 @@ def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
-        (idle(), 200, "Add Speed Up before the sampler"),
+        (idle(), 200, "With Speed Up before the sampler"),
         ({"error": "no such route"}, 404, "restart ComfyUI"),
         ("", 500, "does not answer"),
         ({"graph_cache": {"entries": 1, "compilations": 1, "table": [{"name": "ResBlock"}]}}, 200, "ResBlock"),
         ({"graph_cache": {"table": None}, "last_run": {}}, 200, "Last run"),
-        ({}, 200, "Nothing is accelerated yet"),
-        ([], 200, "Nothing is accelerated yet"),
+        ({}, 200, "No image has been accelerated"),
+        ([], 200, "No image has been accelerated"),
     ],
 )
 def test_a_server_that_knows_less_or_nothing_is_no_error(page, given, status, said):
@@ -548,7 +553,7 @@ def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
     hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
     hostile["last_run"].update(model=MARKUP, latent=[MARKUP], pixels=[MARKUP])
     hostile["last_run"]["account"].update(how=[reason], gain=[reason])
-    hostile["machine"] = [MARKUP]
+    hostile["machine"] = [{"name": MARKUP, **reason}]
     hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
     with answering(page, hostile):
         panel = open_panel(page)

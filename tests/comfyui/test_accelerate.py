@@ -16,6 +16,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.compiled_layers import survey_model
 from comfy_accel.accel.hosts.comfyui.models.accelerate import HOST, KEY, Run, accelerate
 from comfy_accel.accel.modules.substitution import StandIn
+from comfy_accel.accel.report.facts import line_of
+from comfy_accel.accel.report.run_record import records
 from kit import tiny_models
 from kit.compiled import forwards_in_place, graphs
 from kit.thorough import thorough_except
@@ -79,6 +81,25 @@ def test_compiler_that_fails_gives_the_eager_image_and_one_line(small_unet, samp
     lines = [record.message for record in caplog.records if "runs uncompiled" in record.message]
     assert lines and len(lines) == len(set(lines))
     assert all("the compiler is not installed" in line for line in lines)
+
+
+def test_block_that_nobody_tried_to_compile_is_counted_named_in_the_log_and_in_the_line(small_unet, sample, caplog):
+    block = small_unet.model.diffusion_model.input_blocks[2][0]
+
+    class Replaced:
+        def __call__(self, *args, **kwargs):
+            return type(block).forward(block, *args, **kwargs)
+
+    block.forward = Replaced()
+    try:
+        assert torch.equal(sample(fast(small_unet), steps=3), sample(small_unet, steps=3))
+    finally:
+        del block.forward
+    run = records.last()
+    assert run.totals.eager_calls == sum(run.fallbacks.values()) == 3
+    said = "another extension has replaced its forward"
+    assert "ResBlock" in caplog.text and caplog.text.count(said) == 1
+    assert str(line_of(run, None)[-1]) == f"{3 / (3 + run.totals.compiled_calls):.0%} uncompiled: {said}"
 
 
 def test_stop_with_the_reason_raises_instead(small_unet, sample):

@@ -247,10 +247,15 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             "cuda_graphs": "ask",
         },
         "cuda_graphs": graphs("nowhere"),
-        "machine": ["Device: none but the CPU", "Compiling: no: torch needs g++: run apt-get install g++"],
+        "machine": [machine_part("Device", "device_cpu"), machine_part("Compiling", "compiles_on_cpu", compiler="g++")],
         "version": "0.1.0",
         **changes,
     }
+
+
+def machine_part(part: str, code: str, **fields: Any) -> dict[str, Any]:
+    """What the state says of a part of the machine."""
+    return {"name": part, "code": code, "fields": fields, "reason": words.SENTENCES[code].format(**fields)}
 
 
 def graphs(code: str, choice: str = "ask", **fields: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from comfy_accel.accel import __main__
 from comfy_accel.accel.core import toolchain
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import Settings
-from comfy_accel.accel.hosts.comfyui.server import doctor
+from comfy_accel.accel.hosts import doctor
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """Messages to the pages: in order, to whom they concern, and none where nobody listens."""
 
+import time
+
 import pytest
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.hosts.comfyui.server.panel_messages import sender
+from comfy_accel.accel.hosts.comfyui.server.panel_messages import LONGEST_SILENCE, Messages
 from comfy_accel.accel.report.run import Run
 
 OWN = {"prompt_id": "prompt 1", "to": "somebody"}
@@ -14,11 +16,12 @@ class Page:
     """Somebody who listens."""
 
     def __init__(self):
-        self.listens, self.got, self.asker = True, [], ("somebody", "prompt 1")
-        self.hear = sender(
+        self.listens, self.got, self.asker, self.stops = True, [], ("somebody", "prompt 1"), False
+        self.hear = Messages(
             lambda message, client: self.got.append(message if client is None else {**message, "to": client}),
             lambda: self.listens,
             lambda: self.asker,
+            lambda: self.stops,
         )
 
 
@@ -49,13 +52,29 @@ def test_events_become_messages_in_order(page):
     emit("cache_changed")
     emit("graph_hit", name="Block", key="x")
     own, public, compiled, failed, fallback, *rest = page.got
-    what = {"name": "Block", "number": 1, "of": 2, "stage": "trace", "node": "7"}
-    assert own == {"event": "node_compiling", **what, **OWN}
-    assert public == {"event": "compiling", **what, "seconds": public["seconds"]} and public["seconds"] >= 0
+    what = {"name": "Block", "number": 1, "of": 2, "stage": "trace", "node": "7", "stops": False}
+    assert own == {"event": "node_compiling", **what, "seconds": own["seconds"], **OWN}
+    assert public == {"event": "compiling", **what, "seconds": own["seconds"]} and own["seconds"] >= 0
     assert compiled == {"event": "compiled", "name": "Block", "seconds": 1.0}
     assert failed == {"event": "compiled", "name": "Block", "seconds": 0.1, "failed": "no"}
     assert fallback == {"event": "fallback", "block": "Block", "of_all": False, **Reason("autocast").as_json(), **OWN}
     assert rest == [{**LINES, **OWN}, {"event": "run_end"}, {"event": "cache_changed"}]
+
+
+def test_what_is_compiled_is_said_again_before_long_and_at_once_where_it_is_to_stop(page, monkeypatch):
+    passed, clock = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed[0])
+    assert not page.hear.repeat()
+    emit("compiling", name="Block", number=1, of=2, stage="build", node="7")
+    for seconds, stops, said in ((2.0, False, False), (LONGEST_SILENCE, False, True), (0.1, True, True)):
+        page.got.clear()
+        passed[0] += seconds
+        page.stops = stops
+        assert page.hear.repeat()
+        assert [message["stops"] for message in page.got] == [stops] * 2 * said
+    page.got.clear()
+    emit("compile_end", name="Block", key="x", seconds=1.0)
+    assert not page.hear.repeat() and len(page.got) == 1
 
 
 def test_nobody_is_warned_of_what_is_as_it_should_be_and_of_a_missing_compiler_as_of_all(page):

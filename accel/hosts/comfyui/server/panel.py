@@ -10,8 +10,9 @@ from ....core.events import emit, log
 from ....core.fallbacks import fallbacks
 from ....report.cache_table import cache_table
 from ....report.run_record import records
+from ... import doctor
 from .. import preferences
-from . import allocator, doctor
+from . import allocator
 
 DEFAULT_ROWS, MOST_ROWS = 200, 5000
 
@@ -39,10 +40,10 @@ def state(rows: int = DEFAULT_ROWS) -> dict[str, Any]:
     }
 
 
-def machine() -> list[str]:
-    """What will be accelerated on it, as the command `doctor` says it; empty where it cannot be asked."""
+def machine() -> list[dict[str, Any]]:
+    """What will be accelerated on it, {"name", "code", "fields", "reason"} each; empty where it cannot be asked."""
     try:
-        return doctor.lines()
+        return [{"name": name, **said.as_json()} for name, said in doctor.parts()]
     except Exception as error:  # of a driver, or another pack's attention
         log.debug("what this machine accelerates is not known: %s", error)
         return []

@@ -6,10 +6,11 @@ come at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-from ....core.events import Listener, subscribe
+from ....core.events import subscribe
 from ....core.reasons import Reason
 from ....core.sentences import EXPECTED, OF_CUDA_GRAPHS, OF_THE_MACHINE
 from ....report.run import Run
@@ -19,80 +20,118 @@ from . import allocator
 TYPE = "accel"
 """The type of our messages on ComfyUI's WebSocket."""
 
+LONGEST_SILENCE = 5.0
+"""Seconds after which it is said again what is being compiled."""
 
-def sender(
-    send: Callable[[dict[str, Any], str | None], None],
-    is_heard: Callable[[], bool],
-    asker: Callable[[], tuple[str | None, str | None]],
-) -> Listener:
-    """A listener for `events.subscribe` that sends messages.
+Message = dict[str, Any]
+
+
+class Messages:
+    """Sends messages to the pages; a listener for `events.subscribe`.
 
     send: takes a message and the client that it is for, None for all. is_heard: whether there is anybody to send to.
     asker: the client that this thread runs a prompt of, and the prompt's id. Nobody else hears of its nodes, or of
         what it is warned.
+    stops: whether somebody has asked for the prompt to be stopped.
     """
 
-    def hear(name: str, data: dict[str, Any]) -> None:
-        if not (name in _FOR_ALL or name in _FOR_ONE) or not is_heard():
-            return
-        client, prompt = asker()
-        own = _FOR_ONE[name](data) if name in _FOR_ONE and client is not None else None
-        if own is not None:
-            send({**own, "prompt_id": prompt}, client)
-        if name in _FOR_ALL:
-            send(_FOR_ALL[name](data), None)
+    def __init__(
+        self,
+        send: Callable[[Message, str | None], None],
+        is_heard: Callable[[], bool],
+        asker: Callable[[], tuple[str | None, str | None]],
+        stops: Callable[[], bool] = lambda: False,
+    ):
+        self._send, self._is_heard, self._asker, self._stops = send, is_heard, asker, stops
+        self._of_compiling: tuple[str | None, str | None] = None, None
+        self._said = False, 0.0  # of what is compiled: whether it stops, and when
 
-    return hear
+    def __call__(self, name: str, data: Message) -> None:
+        if name == "compiling":
+            self._of_compiling = self._asker()
+            self._tell_compiling()
+        elif name in _MESSAGES and self._is_heard():
+            self._tell(*_MESSAGES[name](data), self._asker())
+
+    def repeat(self) -> bool:
+        """Say what is being compiled, where it is to stop since or nothing was said for long; whether anything is."""
+        stops, at = self._said
+        if stops != self._stops() or time.monotonic() - at >= LONGEST_SILENCE - 1:
+            self._tell_compiling()
+        return records.compiling() is not None
+
+    def _tell_compiling(self) -> None:
+        now = records.compiling()
+        if now is not None and self._is_heard():
+            self._said = self._stops(), time.monotonic()
+            now["stops"] = self._said[0]
+            self._tell({"event": "node_compiling", **now}, {"event": "compiling", **now}, self._of_compiling)
+
+    def _tell(self, own: Message | None, of_all: Message | None, asker: tuple[str | None, str | None]) -> None:
+        client, prompt = asker
+        if own is not None and client is not None:
+            self._send({**own, "prompt_id": prompt}, client)
+        if of_all is not None:
+            self._send(of_all, None)
 
 
-_FOR_ALL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "compiling": lambda data: {"event": "compiling", **(records.compiling() or data)},
-    "compile_end": lambda data: {"event": "compiled", "name": data["name"], "seconds": data["seconds"]},
-    "compile_failed": lambda data: {
-        "event": "compiled",
-        "name": data["name"],
-        "seconds": data["seconds"],
-        "failed": str(data["reason"]),
-    },
-    "run_over": lambda data: {"event": "run_end"},
-    "cache_changed": lambda data: {"event": "cache_changed"},
-}
+def _compiled(data: Message) -> tuple[None, Message]:
+    failed = {"failed": str(data["reason"])} if "reason" in data else {}
+    return None, {"event": "compiled", "name": data["name"], "seconds": data["seconds"], **failed}
 
 
-def _warning(block: str, reason: Reason) -> dict[str, Any] | None:
-    """None where nobody needs one: most machines have no CUDA graphs, and the model is compiled all the same."""
+def _warning(data: Message) -> tuple[Message | None, None]:
+    """Nobody needs one where the model is compiled all the same: most machines have no CUDA graphs."""
+    reason: Reason = data["reason"]
     if reason.code in OF_CUDA_GRAPHS | EXPECTED:
-        return None
-    return {"event": "fallback", "block": block, "of_all": reason.code in OF_THE_MACHINE, **reason.as_json()}
+        return None, None
+    of_all = reason.code in OF_THE_MACHINE
+    return {"event": "fallback", "block": data["block"], "of_all": of_all, **reason.as_json()}, None
 
 
-def _lines(run: Run) -> dict[str, Any]:
+def _lines(data: Message) -> tuple[Message, Message]:
     """What its nodes say, and by node an offer of CUDA graphs, where they are what the run lacked."""
+    run: Run = data["run"]
     node, offers = (run.compiling or {}).get("node"), {}
     if node is not None and run.graphs_would_give is not None and allocator.is_offered():
         offers[node] = {"times": f"{run.graphs_would_give:.1f}"}
-    return {"event": "node_lines", "lines": run.lines_as_json(), "offers": offers}
+    return {"event": "node_lines", "lines": run.lines_as_json(), "offers": offers}, {"event": "run_end"}
 
 
-_FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
-    "compiling": lambda data: {"event": "node_compiling", **data},
-    "fallback": lambda data: _warning(data["block"], data["reason"]),
-    "run_over": lambda data: _lines(data["run"]),
+_MESSAGES: dict[str, Callable[[Message], tuple[Message | None, Message | None]]] = {
+    "compile_end": _compiled,
+    "compile_failed": _compiled,
+    "fallback": _warning,
+    "run_over": _lines,
+    "cache_changed": lambda data: (None, {"event": "cache_changed"}),
 }
+"""Event → what the prompt's client hears, and what everybody does."""
 
 
 def start(server: Any) -> None:
     """Send events to the pages of this server from now on."""
-    from ..running_prompt import running_prompt  # which needs ComfyUI; the rest of this module does not
+    import comfy.model_management
+
+    from ..running_prompt import running_prompt
 
     def asker() -> tuple[str | None, str | None]:
         prompt = running_prompt()
         return (None if prompt is None else server.client_id), prompt
 
-    subscribe(
-        sender(
-            send=lambda message, client: server.send_sync(TYPE, message, client),
-            is_heard=lambda: bool(getattr(server, "sockets", None)),
-            asker=asker,
-        )
+    messages = Messages(
+        send=lambda message, client: server.send_sync(TYPE, message, client),
+        is_heard=lambda: bool(getattr(server, "sockets", None)),
+        asker=asker,
+        stops=comfy.model_management.processing_interrupted,
     )
+
+    def repeat() -> None:
+        if messages.repeat():
+            server.loop.call_later(1.0, repeat)
+
+    def begin(name: str, data: Message) -> None:
+        if name == "compile_start":
+            server.loop.call_soon_threadsafe(server.loop.call_later, 1.0, repeat)
+
+    subscribe(messages)
+    subscribe(begin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,20 +24,18 @@ ALIKE_DB = 40.0
 _SPEEDS_UP = {"AccelSpeedUp", "AccelModel", "AccelDeepCache"}
 
 
-class Report(NamedTuple):
-    """The report as text, and its chart as an IMAGE [1, H, W, 3]."""
+def make(
+    image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None
+) -> tuple[str, torch.Tensor]:
+    """The report now as text, and its chart as an IMAGE [1, H, W, 3].
 
-    text: str
-    chart: torch.Tensor
-
-
-def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> Report:
-    """The report now. image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow."""
+    image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow.
+    """
     head, facts = _facts()
     head += _compared(image, reference)
     chart = report_chart.draw([*head, *(fact for fact in facts if fact.bar)])
     data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
-    return Report(_text(head, facts, prompt), data.reshape(1, chart.height, chart.width, 3).float() / 255)
+    return _text(head, facts, prompt), data.reshape(1, chart.height, chart.width, 3).float() / 255
 
 
 def text() -> str:
@@ -64,7 +62,7 @@ def _text(head: Sequence[Fact], facts: Sequence[Fact], prompt: Any = None) -> st
         [fact.sentence for fact in head],
         ["Change first:", f"  {first}", *(["Then:"] if then else []), *(f"  {sentence}" for sentence in then)],
         [fact.sentence for fact in others],
-        ["This machine:", *(f"  {line}" for line in panel.machine())],
+        ["This machine:", *(f"  {part['name']}: {part['reason']}" for part in panel.machine())],
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
