@@ -69,8 +69,7 @@ def survey_model(
     found = _survey(model, settings, host, surveys)
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, Reason("no_blocks"))
-    parts = dict(wrapped_layers.modules(model, host.wraps))
-    left = Counter((type(parts[path]).__name__, reason) for path, reason in found.left_eager)
+    left = _blocks_left(model, found, host.wraps)
     for block, reason in left:
         fallbacks.note(block, reason, calls=0)  # whoever makes the run counts them
     emit(
@@ -82,6 +81,15 @@ def survey_model(
         seconds=time.perf_counter() - started,
     )
     return found
+
+
+def _blocks_left(model: torch.nn.Module, found: Survey, wraps: Wraps | None) -> Counter[tuple[str, Reason]]:
+    """How many blocks of which class the survey has left uncompiled, by reason."""
+    if not found.left_eager:
+        return Counter()
+    # A path is without the host's wrappers, and a block may be in the model at two places.
+    parts = {**dict(model.named_modules(remove_duplicate=False)), **dict(wrapped_layers.modules(model, wraps))}
+    return Counter((type(parts[path]).__name__ if path in parts else path, why) for path, why in found.left_eager)
 
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:

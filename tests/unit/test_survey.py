@@ -1,7 +1,10 @@
 """Blocks found by structure, in models nobody has heard of."""
 
 import torch
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.blocks import blocks
 from torch import nn
@@ -54,6 +57,20 @@ def test_equal_blocks_are_one_kind_and_the_count_decides():
     found = survey(Model())
     assert len(found.regions) == 5 and len(found.kinds) == 1
     assert survey(Model(), min_repetitions=6).regions == ()
+
+
+def test_blocks_left_uncompiled_are_told_by_class_and_reason_wherever_they_are():
+    model, told = Model(), []
+    model.again = nn.ModuleList(model.stages)
+    for part in (model.middle, model.stages[0][0]):
+        part.forward = lambda x: x
+    stop = subscribe(lambda name, data: told.append(data["left"]) if name == "survey" else None)
+    try:
+        survey_model(model, CompileSettings(), Host())
+    finally:
+        stop()
+    places = [path for path, block in blocks(model) if "forward" in vars(block)]
+    assert told == [{("Block", Reason("forward_replaced")): len(places)}] and len(places) >= 2
 
 
 def test_block_with_somebody_elses_forward_stays_eager_with_the_reason():
