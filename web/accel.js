@@ -8,7 +8,7 @@ import { startNodeTexts } from "./node_text.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
 import { choiceText, language } from "./texts.js";
-import { tellFallback } from "./toasts.js";
+import { tellCompiling, tellFallback } from "./toasts.js";
 
 app.registerExtension({
   name: "accel.panel",
@@ -20,6 +20,7 @@ app.registerExtension({
     app.extensionManager?.registerSidebarTab?.(tab);
     feed.start();
     feed.onMessage((message) => message.event === "fallback" && tellFallback(message));
+    feed.onMessage((message) => message.event === "node_compiling" && tellCompiling(message));
     feed.onChange(showBadge);
     startNodeTexts();
     sortTemplates();

@@ -23,6 +23,20 @@ export function toastFailure(key, answer) {
   toast("error", t(key), complaint(answer) ?? t(problemOf(answer)));
 }
 
+let toldOf = null; // the last prompt of which this was told
+
+/** Say that a prompt's model is compiled, where no node shows that: in an app, say, or outside of the window. */
+export function tellCompiling({ prompt_id: prompt }) {
+  if (toldOf === prompt) return;
+  toldOf = prompt;
+  setTimeout(async () => {
+    await loadTexts();
+    const shown = [...document.querySelectorAll(".accel-node-text, .accel-panel")];
+    if (!shown.some((element) => element.textContent && element.checkVisibility?.()))
+      toast("info", t("compiling"), t("compilingHint"));
+  }, GATHER);
+}
+
 /** Show a toast for a fallback {block, code, fields, reason, of_all}, once a reason; many at once become one. */
 export function tellFallback(fallback) {
   const key = String(fallback.reason ?? "").replace(/\d+/g, "#");

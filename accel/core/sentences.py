@@ -50,7 +50,7 @@ _A_GRAPH = {
 
 _A_MODEL = {
     "forward_replaced": "another extension has replaced its forward",
-    "indescribable": "something in it may change unnoticed: {what}",
+    "indescribable": "it cannot be compiled as it is: {what}",
     "too_few_blocks": "the model has fewer than {least} blocks like it",
     "no_block_runs": "its {part} runs no repeated block that can be compiled",
     "no_blocks": "it has no repeated blocks that can be compiled",

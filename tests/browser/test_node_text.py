@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kit.pages import CONTRASTS, EVERY_SETUP, READY, SAY, SET, choosing, screenshot
+from kit.pages import CLEAR, CONTRASTS, EVERY_SETUP, READY, SAY, SET, choosing, screenshot
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
@@ -149,6 +149,23 @@ def test_a_line_and_progress_are_there_after_the_page_was_loaded_again(page):
     page.evaluate("() => window.app.api.dispatchCustomEvent('execution_success', { prompt_id: 'prompt 8' })")
     ran(page, "prompt 8", node)
     until_shown(page, SAID)
+
+
+@in_all
+def test_compiling_that_no_node_shows_is_told_by_a_toast_once(page):
+    compiling = {"event": "node_compiling", "name": "ResBlock", "number": 1, "of": 5, "stage": "build"}
+    toasts = page.get_by_text("Only the first image waits for this.", exact=True)
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(QUEUE, "prompt 11")
+    page.evaluate(SAY, {**compiling, "node": node, "prompt_id": "prompt 11"})
+    page.wait_for_timeout(1500)
+    assert toasts.count() == 0
+    page.evaluate(CLEAR)
+    for number in (1, 2):
+        page.evaluate(SAY, {**compiling, "node": node, "number": number, "prompt_id": "prompt 12"})
+    toasts.wait_for()
+    page.wait_for_timeout(1000)
+    assert toasts.count() == 1
 
 
 @in_all
