@@ -45,7 +45,7 @@ function makeRow() {
 /** Without a block, the reason is the headline. */
 function updateRow({ accelParts: parts }, row) {
   setText(parts.block, row.block ?? row.reason);
-  setText(parts.number, row.number > 0 ? t("times", { number: count(row.number) }) : "");
+  setText(parts.number, t("times", { number: count(row.number) }));
   setText(parts.reason, row.block ? row.reason : "");
   show(parts.reason, Boolean(row.block));
 }

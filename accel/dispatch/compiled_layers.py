@@ -70,8 +70,8 @@ def survey_model(
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, Reason("no_blocks"))
     left = _blocks_left(model, found, host.wraps)
-    for block, reason in left:
-        fallbacks.note(block, reason, calls=0)  # whoever makes the run counts them
+    for (block, reason), number in left.items():
+        fallbacks.note(block, reason, calls=number)  # one each: a run's record adds the others
     emit(
         "survey",
         model=type(model).__name__,

@@ -64,11 +64,14 @@ class _Open:
         elif name == "sampling" and not run.prepare_seconds:
             run.prepare_seconds = max(0.0, time.perf_counter() - self.began - run.paid_seconds)
 
-    def _count_left(self) -> Counter[tuple[str, Reason]]:
-        """Calls of the blocks that nobody tried to compile: each is called as often as another."""
-        calls = self.run.totals.compiled_calls + self.run.totals.eager_calls
+    def _count_left(self) -> dict[tuple[str, Reason], int]:
+        """Count the calls of blocks that nobody tried to compile, each of which is called as often as another; those
+        but the first of each, which its survey has noted."""
+        totals = self.run.totals
+        calls = totals.compiled_calls + totals.eager_calls
         each = max(round(calls / self.run.blocks) if self.run.blocks else self.run.steps or 1, 1)
-        return Counter({why: blocks * each for why, blocks in self.left.items()})
+        self.run.totals = replace(totals, eager_calls=totals.eager_calls + self.left.total() * each)
+        return {why: blocks * (each - 1) for why, blocks in self.left.items()}
 
     def end(self, failed: bool, loaded_share: float | None, steps_done: int | None) -> bool:
         """Note that one of its wrappers has ended; True if the run has too. steps_done: of one that was interrupted."""
@@ -79,9 +82,8 @@ class _Open:
         run.seconds, run.finished = time.perf_counter() - self.began, time.time()
         if self.depth:
             return False
-        left = self._count_left()
-        run.totals = replace(run.totals, eager_calls=run.totals.eager_calls + left.total())
-        run.fallbacks = dict((left + Counter(fallbacks.since(self.fallbacks_before))).most_common(_MOST_REASONS))
+        calls = Counter(fallbacks.since(self.fallbacks_before)) + Counter(self._count_left())
+        run.fallbacks = dict(calls.most_common(_MOST_REASONS))
         return True
 
 

@@ -64,6 +64,7 @@ def test_blocks_that_nobody_tried_to_compile_count_as_often_as_the_others(record
     for blocks, calls in ((6, 12), (0, 0)):  # of four steps
         start()
         emit("survey", model="UNet", blocks=blocks, kinds=1, left={("ResBlock", patched): 8}, seconds=0.0)
+        fallbacks.note("ResBlock", patched, calls=8)
         emit("run_calls", totals=Totals(compiled_calls=calls))
         end()
         each = calls // blocks if blocks else 4
