@@ -13,6 +13,8 @@ from typing import Any
 
 _SETS_GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _SETS_ATTRIBUTES = ("STORE_ATTR", "DELETE_ATTR")
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
 _LOOKS_UP = frozenset({"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"})
 _MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
@@ -35,6 +37,8 @@ class CodeFacts:
     read: those of them that it does more with than to set or delete them.
     strings: its string constants.
     affixes: those of a code that looks attributes up by name, which it may make of them.
+    whole: the variables and attributes that it does more with than to read an attribute of theirs. It may pass them on,
+        so of what they hold, more may count than the names in this code.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
     mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls,
@@ -46,6 +50,7 @@ class CodeFacts:
     read: frozenset[str]
     strings: frozenset[str]
     affixes: frozenset[str]
+    whole: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
     mutates: frozenset[str | None]
@@ -62,54 +67,40 @@ def facts_of(code: types.CodeType) -> CodeFacts:
     return known
 
 
-_used_whole: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
-
-_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-
-
-def used_whole(code: types.CodeType) -> frozenset[str]:
-    """The variables and attributes that the code does more with than to read an attribute of theirs.
-
-    It may pass them on, so of what they hold, more may count than the names in this code.
-    """
-    known = _used_whole.get(code)
-    if known is None:
-        known = _used_whole[code] = _read_whole(code)
-    return known
-
-
-def _read_whole(code: types.CodeType) -> frozenset[str]:
-    steps = list(dis.get_instructions(code))
-    whole = set()
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        if step.opname.startswith(_LOADS) or step.opname in _ATTRIBUTES:
-            *first, last = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            whole.update(first)
-            if following is None or following.opname not in (*_ATTRIBUTES, *_SETS_ATTRIBUTES):
-                whole.add(last)
-    nested = (item for item in code.co_consts if isinstance(item, types.CodeType))
-    return frozenset(whole).union(*map(used_whole, nested))
-
-
 def _read(code: types.CodeType) -> CodeFacts:
     nested = [facts_of(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     constants = tuple(_constant(item) for item in code.co_consts)
     described = (code.co_code, code.co_names, constants, signature, getattr(code, "co_exceptiontable", b""))
-    strings = frozenset(_strings(code.co_consts))
+    strings = set(_strings(code.co_consts))
     looks_up = not _LOOKS_UP.isdisjoint(code.co_names)
-    affixes = frozenset(part for string in strings for part in string.split(".") if len(part) > 1 and looks_up)
-    return CodeFacts(
-        digest=hashlib.sha256(repr(described).encode()).hexdigest()[:16],
-        names=frozenset(code.co_names).union(*(inner.names for inner in nested)),
-        read=_read_names(code).union(*(inner.read for inner in nested)),
-        strings=strings.union(*(inner.strings for inner in nested)),
-        affixes=affixes.union(*(inner.affixes for inner in nested)),
-        assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
-        globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
-        mutates=frozenset(_mutated(code)).union(*(inner.mutates for inner in nested)),
-    )
+    affixes = {part for string in strings for part in string.split(".") if len(part) > 1 and looks_up}
+    own = {"names": set(code.co_names), "strings": strings, "affixes": affixes, **_operations(code)}
+    with_nested = {name: frozenset(found).union(*(getattr(of, name) for of in nested)) for name, found in own.items()}
+    return CodeFacts(hashlib.sha256(repr(described).encode()).hexdigest()[:16], **with_nested)
+
+
+def _operations(code: types.CodeType) -> dict[str, set[str | None]]:
+    """The facts that only its instructions tell, by name."""
+    read, whole, assigned, globals_set, mutates = set(), set(), set(), set(), set()
+    before = None
+    for step in dis.get_instructions(code):
+        name, what = step.opname, step.argval
+        if before is not None and (before.opname.startswith(_LOADS) or before.opname in _ATTRIBUTES):
+            *first, last = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+            whole.update(first if name in (*_ATTRIBUTES, *_SETS_ATTRIBUTES) else (*first, last))
+        if name in _ASSIGNS:
+            assigned.add(what)
+        if name in _SETS_GLOBALS:
+            globals_set.add(what)
+        if step.opcode in dis.hasname and name not in _SETS_ATTRIBUTES:
+            read.add(what)
+        if name in _MUTATES:
+            mutates.add(None)
+        elif name in _ATTRIBUTES and what in _MUTATING_METHODS:
+            mutates.add(before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None)
+        before = step
+    return {"read": read, "whole": whole, "assigned": assigned, "globals_set": globals_set, "mutates": mutates}
 
 
 def may_keep(code: types.CodeType) -> bool:
@@ -146,19 +137,6 @@ def filled(code: types.CodeType) -> frozenset[str]:
     return frozenset(names.intersection(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]))
 
 
-def _mutated(code: types.CodeType) -> Iterator[str | None]:
-    operations = code.co_code[::2]  # made anew whenever it is read
-    if any(dis.opmap[name] in operations for name in _MUTATES if name in dis.opmap):
-        yield None
-    if _MUTATING_METHODS.isdisjoint(code.co_names):
-        return
-    before = None
-    for step in dis.get_instructions(code):
-        if step.opname in _ATTRIBUTES and step.argval in _MUTATING_METHODS:
-            yield before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None
-        before = step
-
-
 def _constant(item: Any) -> Any:
     if isinstance(item, types.CodeType):
         return facts_of(item).digest
@@ -175,25 +153,3 @@ def _strings(constants: tuple) -> Iterator[str]:
             yield item
         elif isinstance(item, (tuple, frozenset)):
             yield from _strings(tuple(item))
-
-
-def _read_names(code: types.CodeType) -> frozenset[str]:
-    if next(_assigned(code, _SETS_ATTRIBUTES), None) is None:
-        return frozenset(code.co_names)
-    steps = dis.get_instructions(code)
-    return frozenset(i.argval for i in steps if i.opcode in dis.hasname and i.opname not in _SETS_ATTRIBUTES)
-
-
-def _assigned(code: types.CodeType, operations: tuple[str, ...]) -> Iterator[str]:
-    raw = code.co_code
-    for name in operations:
-        operation = dis.opmap[name]
-        at = raw.find(operation)
-        while at >= 0:
-            if at % 2 == 0:
-                argument, before, shift = raw[at + 1], at - 2, 8
-                while before >= 0 and raw[before] == dis.EXTENDED_ARG:
-                    argument |= raw[before + 1] << shift
-                    before, shift = before - 2, shift + 8
-                yield code.co_names[argument]
-            at = raw.find(operation, at + 1)

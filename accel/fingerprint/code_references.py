@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..modules.code_owner import home_of, package_of
-from .code_facts import facts_of, used_whole
+from .code_facts import facts_of
 from .code_snapshot import CodeNotes
 from .module_files import Unknown, source_of
 from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
@@ -138,7 +138,7 @@ class CodeReferences(References):
             described = self.describe(value)
             is_table = described is None and isinstance(value, CONTAINERS)
             return self.functions_of(value, is_whole=not self.open) if is_table else described
-        if not any(name in used_whole(code) for code in codes):
+        if not any(name in facts_of(code).whole for code in codes):
             return self.describe_state(value, codes)
         return (self.describe(value), self.describe_state(value, codes))
 
@@ -216,7 +216,7 @@ def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set
 
 def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
     """Whether one of these methods may pass its object on."""
-    return any(not used_whole(code).isdisjoint(code.co_varnames[:1]) for code in methods)
+    return any(not facts_of(code).whole.isdisjoint(code.co_varnames[:1]) for code in methods)
 
 
 def methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str, types.FunctionType]]:
