@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, contains, getitem, is_, sub
+from operator import attrgetter, contains, eq, getitem, is_
 from typing import Any
 
 import torch
 
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
-
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.Size)
 
+_code, _defaults, _kwdefaults = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
 _contents, _version = attrgetter("cell_contents"), attrgetter("_version")
 
 
@@ -31,13 +30,9 @@ class CodeNotes:
     def __init__(self) -> None:
         self._named: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._hiding: dict[tuple[int, str], tuple[dict, str]] = {}
-        self._sized: dict[int, Any] = {}
-        self._sized_but: dict[int, tuple[Any, str]] = {}
+        self._sized: dict[tuple[int, str], tuple[Any, str]] = {}
         self._containers: dict[int, dict | list | set] = {}
-        self._typed: dict[int, Any] = {}
-        self._functions: dict[int, types.FunctionType] = {}
-        self._cells: dict[int, types.CellType] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._parts: dict[tuple[Callable, int], Any] = {}
 
     def watch(self, namespace: Any, name: Any) -> None:
         """Invalidate when the namespace has something else under the name, if it has it."""
@@ -49,10 +44,7 @@ class CodeNotes:
 
     def watch_len(self, namespace: Any, ignore: str = "") -> None:
         """Invalidate when a name is added or removed. ignore: one that comes and goes."""
-        if ignore:
-            self._sized_but[id(namespace)] = namespace, ignore
-        else:
-            self._sized[id(namespace)] = namespace
+        self._sized[id(namespace), ignore] = namespace, ignore
 
     def watch_items(self, container: dict | list | set) -> None:
         """Invalidate when the container has other items."""
@@ -60,21 +52,25 @@ class CodeNotes:
 
     def watch_type(self, value: Any) -> None:
         """Invalidate when the object is of another class."""
-        self._typed[id(value)] = value
+        self._parts[type, id(value)] = value
 
     def watch_function(self, function: types.FunctionType) -> None:
         """Invalidate when it has other code, other defaults or other values in its cells."""
-        self._functions[id(function)] = function
+        for part in (_code, _defaults, _kwdefaults):
+            self._parts[part, id(function)] = function
         if function.__kwdefaults__:
             self.watch_items(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            self.watch_cell(cell)
 
     def watch_cell(self, cell: types.CellType) -> None:
         """Invalidate when the cell holds something else."""
-        self._cells[id(cell)] = cell
+        self._parts[_contents, id(cell)] = cell
 
     def watch_numbers(self, tensor: torch.Tensor) -> None:
         """Invalidate when numbers are written to the tensor."""
-        self._tensors[id(tensor)] = tensor
+        if not tensor.is_inference():  # those count no changes
+            self._parts[_version, id(tensor)] = tensor
 
     def add(self, other: CodeNotes) -> None:
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
@@ -82,78 +78,63 @@ class CodeNotes:
 
     def codes(self) -> frozenset[types.CodeType]:
         """The code of the functions."""
-        return frozenset(function.__code__ for function in self._functions.values())
+        return frozenset(function.__code__ for (part, _), function in self._parts.items() if part is _code)
 
     def snapshot(self, but: Container[tuple[int, Any]] = ()) -> CodeSnapshot:
         """What stands at all of these places now.
 
         but: (id of a namespace, name) of what changes as the code runs, and decides nothing.
         """
-        named = [place for key, place in self._named.items() if key not in but]
-        rest = (self._hiding, self._sized, self._sized_but, self._containers, self._typed, self._functions)
-        rest = (*rest, self._cells, self._tensors)
-        return CodeSnapshot(named, *(list(places.values()) for places in rest))
+        named = [(_names_of(space), name) for key, (space, name) in self._named.items() if key not in but]
+        sized = [(_names_of(space), ignored) for space, ignored in self._sized.values()]
+        asked = [
+            (is_, getitem, [place for place in named if place[1] in place[0]]),
+            (eq, contains, list(self._hiding.values())),
+            (eq, len, [(names,) for names, ignored in sized if not ignored]),
+            (eq, _len_but, [(names, ignored) for names, ignored in sized if ignored]),
+        ]
+        parts: dict[Callable, list[tuple]] = {}
+        for (part, _), value in self._parts.items():
+            if part is not _contents or _is_filled(value):
+                parts.setdefault(part, []).append((value,))
+        return CodeSnapshot([*asked, *((is_, *of) for of in parts.items())], self._containers.values())
 
 
 class CodeSnapshot:
-    """What stood at the places that `CodeNotes` has."""
+    """What stood at the places that `CodeNotes` has.
+
+    asked: (how answers are compared, what is asked, of which things). containers: those of which the items count.
+    """
 
     def __init__(
-        self,
-        named: Iterable[tuple[Any, Any]],
-        hiding: list[tuple[dict, str]],
-        sized: list[Any],
-        sized_but: list[tuple[Any, str]],
-        containers: list[dict | list | set],
-        typed: list[Any],
-        functions: list[types.FunctionType],
-        cells: list[types.CellType],
-        tensors: list[torch.Tensor],
+        self, asked: Iterable[tuple[Callable, Callable, Sequence[tuple]]], containers: Iterable[dict | list | set]
     ):
-        there = [(names, name) for space, name in named if name in (names := _names_of(space))]
-        self._namespaces, self._names = [names for names, _ in there], [name for _, name in there]
-        self._values = list(map(getitem, self._namespaces, self._names))
-        self._may_hide, self._hidden = [space for space, _ in hiding], [name for _, name in hiding]
-        self._are_hidden = list(map(contains, self._may_hide, self._hidden))
-        self._sized = list(map(_names_of, sized))
-        self._sizes = list(map(len, self._sized))
-        self._sized_but, self._but = [_names_of(space) for space, _ in sized_but], [name for _, name in sized_but]
-        self._sizes_but = self._counted()
+        self._asked = []
+        for compare, ask, places in asked:
+            given = list(map(list, zip(*places, strict=True)))
+            if given:
+                self._asked.append((compare, ask, given, list(map(ask, *given))))
         self._empty = [container for container in containers if not container]
         self._containers = [container for container in containers if container]
         self._items = list(map(_items, self._containers))
-        self._typed, self._types = typed, list(map(type, typed))
-        self._functions = functions
-        self._of_functions = [(of, list(map(of, functions))) for of in map(attrgetter, _OF_FUNCTIONS)]
-        closures = (cell for function in functions for cell in function.__closure__ or ())
-        self._cells = list(filter(_is_filled, chain(cells, closures)))
-        self._cell_contents = list(map(_contents, self._cells))
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # those count no changes
-        self._versions = list(map(_version, self._tensors))
 
     def is_current(self) -> bool:
         """Whether all of it stands; about 0.03 µs for each place."""
         try:
             return (
-                (all(map(is_, map(getitem, self._namespaces, self._names), self._values)) or self._are_alike())
-                and list(map(contains, self._may_hide, self._hidden)) == self._are_hidden
-                and list(map(len, self._sized)) == self._sizes
-                and self._counted() == self._sizes_but
+                all(
+                    all(map(compare, map(ask, *given), found)) or _are_same(map(ask, *given), found)
+                    for compare, ask, given, found in self._asked
+                )
                 and not any(self._empty)
-                and all(map(is_, map(type, self._typed), self._types))
-                and all(all(map(is_, map(of, self._functions), values)) for of, values in self._of_functions)
-                and _are_same(map(_contents, self._cells), self._cell_contents)
                 and all(map(_has, self._containers, self._items))
-                and list(map(_version, self._tensors)) == self._versions
             )
         except (KeyError, ValueError):  # a name is gone, a cell is empty
             return False
 
-    def _are_alike(self) -> bool:
-        return _are_same(map(getitem, self._namespaces, self._names), self._values)
 
-    def _counted(self) -> list[int]:
-        return list(map(sub, map(len, self._sized_but), map(contains, self._sized_but, self._but)))
+def _len_but(names: Mapping, ignored: str) -> int:
+    return len(names) - (ignored in names)
 
 
 def _are_same(ones: Iterable[Any], others: list) -> bool:
