@@ -57,7 +57,7 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _EXTENSIONS = f"{os.sep}custom_nodes{os.sep}"
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _READS_ENVIRONMENT = tuple(vars(os)[name] for name in sorted(_ENVIRONMENT.intersection(vars(os))))
-"""By what code reads the environment's variables: names in `os`, and what they name."""
+"""By what code reads the environment's variables: names in `os`, and what they name, under whatever name."""
 
 
 @dataclass(frozen=True)
@@ -264,11 +264,10 @@ class _Function:
         for name, value in given_to(function):
             self.references.describe_default(value, function, name)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        has_lists = any(isinstance(value, list) for value in defaults)
-        self.filled = sorted(filled(function.__code__)) if has_lists and not of_library(home_of(function)) else []
-        is_library = of_library(home_of(function))
-        if not is_library and "os" in self.facts.names.difference(scope) and self.facts.names & _ENVIRONMENT:
-            self._read_environment()  # it imports that itself
+        has_lists, is_library = any(isinstance(value, list) for value in defaults), of_library(home_of(function))
+        self.filled = sorted(filled(function.__code__)) if has_lists and not is_library else []
+        if not is_library and self.facts.names & _ENVIRONMENT:
+            self._read_environment()
         self._follow("", scope, scope, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
@@ -341,8 +340,6 @@ class _Function:
             return
         self._namespaces.add(value)
         if is_module:
-            if value is os and not _ENVIRONMENT.isdisjoint(self.facts.names) and not is_library:
-                self._read_environment()
             self._follow(f"{path}.", vars(value), vars(value), is_library or of_library(value.__name__))
             return
 
