@@ -30,7 +30,7 @@ _TORCH_STATE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_
 MAX_DEPTH = 16
 """Settings are not nested deeper than this; registries that lead to half of a program are."""
 
-_numbers: dict[int, tuple[Any, int]] = {}
+_numbers: dict[int, int] = {}
 _kept: collections.deque[Any] = collections.deque(maxlen=256)
 """Numbered objects that are kept because Python has no weak references to them; the latest ones."""
 _next_number = itertools.count()
@@ -44,21 +44,15 @@ class Indescribable(TypeError):
 
 def number_of(value: Any) -> int:
     """A number that no other object of this process has or will have."""
-    known = _numbers.get(id(value))
-    if known is None:
+    if id(value) not in _numbers:
         try:
-            kept = weakref.ref(value, functools.partial(_forget, id(value)))
+            weakref.finalize(value, _numbers.pop, id(value), None).atexit = False
         except TypeError:  # kept alive for a while, lest another take its place
             if len(_kept) == _kept.maxlen:
-                _forget(id(_kept[0]))
+                _numbers.pop(id(_kept[0]), None)
             _kept.append(value)
-            kept = value
-        known = _numbers[id(value)] = kept, next(_next_number)
-    return known[1]
-
-
-def _forget(key: int, _: weakref.ref | None = None) -> None:
-    _numbers.pop(key, None)
+        _numbers[id(value)] = next(_next_number)
+    return _numbers[id(value)]
 
 
 class References:
