@@ -201,32 +201,21 @@ class _Block:
         The block's code is run without values, so the answer is no where code of others may keep something.
         tensors: weights and inputs of a call with these numbers.
         """
-        mode, count = torch_internals.FAKE_MODE.get(None), len(self.kind.tensors)
+        mode = torch_internals.FAKE_MODE.get(None)
         if mode is None or others_may_keep(self.codes or (), self.template):
             return False
         parts = [(self.template.get_submodule(path).__dict__, name) for path, name in self.kind.numbers]
-        own = [part[name] for part, name in parts]
+        own, function = [part[name] for part, name in parts], _block_function(self, Trace(), is_kept=False)
         # On the devices of the call: code asks for them, and so does autocast. The weights are the call's too, since
         # the template's are those of the block that the graph was made for; they count their changes.
         with self.tracing(), mode(allow_non_fake_inputs=True), torch.inference_mode(False):
             examples = list(map(empty_dense_like, tensors))
-            flow = self._flow(examples[count:], examples[:count])
+            flow = flow_of(function, examples, self.interrupts)
             try:
                 _set_numbers(parts, numbers)
-                return flow is not None and flow == self._flow(examples[count:], examples[:count])
+                return flow is not None and flow == flow_of(function, examples, self.interrupts)
             finally:
                 _set_numbers(parts, own)
-
-    def _flow(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> tuple | None:
-        def call(*given: torch.Tensor) -> Any:
-            args, kwargs = tree_spec.rebuild(self.spec, given, closed_over := [])
-            named = dict(zip(self.kind.weights, restored(self.kind.forms, weights), strict=True))
-            out = torch.func.functional_call(self.template, named, args, kwargs)
-            if not tree_spec.is_unchanged(self.spec, (args, kwargs), given, closed_over):
-                raise ValueError("it changes its arguments")
-            return out
-
-        return flow_of(call, inputs, weights, self.interrupts)
 
 
 def _set_numbers(parts: Sequence[tuple[dict[str, Any], str]], numbers: Sequence[int]) -> None:

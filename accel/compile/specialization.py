@@ -235,20 +235,18 @@ _MOST_NUMBERS = 4096
 
 
 def flow_of(
-    function: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    interrupts: tuple[type[BaseException], ...] = (),
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor], interrupts: tuple[type[BaseException], ...] = ()
 ) -> tuple | None:
-    """All that `function(*inputs)` computes, step by step: equal where two functions do the same with tensors of these
-    sizes. None where it needs their values. inputs, weights: without values. interrupts: exceptions that mean "stop the
-    run", and are never swallowed.
+    """All that `function(*tensors)` computes, step by step: equal where two functions do the same with tensors of these
+    sizes. None where it needs their values.
+
+    tensors: without values. interrupts: exceptions that mean "stop the run", and are never swallowed.
     """
-    flow = _Flow((*inputs, *weights))
+    flow = _Flow(tensors)
     with torch.inference_mode(False), torch.no_grad():
         try:
             with flow:
-                out = function(*inputs)
+                out = function(*tensors)
         except Exception as error:
             pass_on(error, interrupts)
             return None
