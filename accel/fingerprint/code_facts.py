@@ -86,7 +86,7 @@ def _operations(code: types.CodeType) -> dict[str, set[str | None]]:
     before = None
     for step in dis.get_instructions(code):
         name, what = step.opname, step.argval
-        if before is not None and (before.opname.startswith(_LOADS) or before.opname in _ATTRIBUTES):
+        if before is not None and (before.opname in _ATTRIBUTES or any(load in before.opname for load in _LOADS)):
             *first, last = before.argval if isinstance(before.argval, tuple) else (before.argval,)
             whole.update(first if name in (*_ATTRIBUTES, *_SETS_ATTRIBUTES) else (*first, last))
         if name in _ASSIGNS:
@@ -130,7 +130,7 @@ def filled(code: types.CodeType) -> frozenset[str]:
     for step in dis.get_instructions(code):
         if step.starts_line not in (None, False):
             on_line.clear()
-        if step.opname.startswith("LOAD_FAST"):
+        if "LOAD_FAST" in step.opname:  # with what it stores first, in one step of Python 3.13
             on_line += step.argval if isinstance(step.argval, tuple) else (step.argval,)
         elif step.opname in _MUTATES or step.opname in _ATTRIBUTES and step.argval in _CHANGING:
             names.update(on_line)
