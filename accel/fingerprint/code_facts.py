@@ -125,16 +125,21 @@ def _changes_by_name(name: str) -> bool:
 
 
 def filled(code: types.CodeType) -> frozenset[str]:
-    """The arguments of which the code may change the items, if they are lists."""
+    """The arguments of which the code, or those nested in it, may change the items, if they are lists."""
+    return _filled(code).intersection(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _filled(code: types.CodeType) -> frozenset[str]:
     names, on_line = set(), []
     for step in dis.get_instructions(code):
         if step.starts_line not in (None, False):
             on_line.clear()
-        if "LOAD_FAST" in step.opname:  # with what it stores first, in one step of Python 3.13
+        if "LOAD_FAST" in step.opname or step.opname == "LOAD_DEREF":  # with what Python 3.13 stores in the same step
             on_line += step.argval if isinstance(step.argval, tuple) else (step.argval,)
         elif step.opname in _MUTATES or step.opname in _ATTRIBUTES and step.argval in _CHANGING:
             names.update(on_line)
-    return frozenset(names.intersection(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]))
+    nested = (item for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset(names).union(*(_filled(inner).intersection(inner.co_freevars) for inner in nested))
 
 
 def _constant(item: Any) -> Any:

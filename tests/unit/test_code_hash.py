@@ -232,6 +232,21 @@ def test_steps_that_newer_pythons_make_of_two_are_read_as_both():
     assert {"kept", "self"} & facts_of(Table.passes_on.__code__).whole == {"kept"}
 
 
+def test_list_that_code_shares_with_a_function_in_it_is_known_to_be_filled():
+    def outside(x, kept=[]):  # noqa: B006
+        kept.append(x)
+        return lambda: kept
+
+    def inside(x, kept=[]):  # noqa: B006
+        return lambda part: kept.append(part)
+
+    def nowhere(x, kept=[]):  # noqa: B006
+        return lambda part: part * kept[0]
+
+    found = [filled(function.__code__) for function in (outside, inside, nowhere)]
+    assert ["kept" in names for names in found] == [True, True, False]
+
+
 SET_AT_START = os.environ.get("ACCEL_TEST_FACTOR", "1")
 
 
