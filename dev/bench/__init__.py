@@ -10,7 +10,7 @@ from dev import ROOT
 BENCHES = {
     "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
-    "deepcache": "what skipping costs in quality, on four trained networks: targets, policies, EasyCache, fewer steps",
+    "deepcache": "what skipping costs in quality, on four trained networks: targets, other caches, fewer steps",
     "quality": "on a checkpoint of yours, what each quality target costs and reaches, with a contact sheet",
     "restart": "the first image of a new process: saved graphs, torch's own cache, neither, core's node, eager",
     "gpu": "on a GPU, every contender at every size: steps a second, first images, kernels, memory",

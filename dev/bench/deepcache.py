@@ -1,18 +1,20 @@
-"""What skipping steps costs in quality, on trained test networks: each level and target of DeepCache, core's EasyCache,
-the best that the same way of skipping can do when it knows the image (ORACLE), every second step without a look, and
-the baseline that everybody forgets, fewer steps at equal work.
+"""What skipping steps costs in quality, on trained test networks: each level and target of DeepCache, other caches at
+equal work (`--others`), the best that the same way of skipping can do when it knows the image (ORACLE), every second
+step without a look, and the baseline that everybody forgets, fewer steps at equal work.
 
 One image at a time, as most people sample, through ComfyUI's real samplers: the mean says little of the worst.
 """
 
 import functools
+import importlib.util
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from dev import WORK
 from dev.tools import command, pack
@@ -32,10 +34,12 @@ EVERY_SECOND, ORACLE = "every 2nd", "oracle"
 other by trying all, of which each number has a row of its own."""
 ENOUGH_DB = 40.0
 """The dB that the oracle is followed down to."""
-EASY_CACHE = "EasyCache"
-EASY_THRESHOLDS = (0.05, 0.1, 0.2)
-SUBSAMPLE = 1
-"""Of EasyCache, in place of 8, which leaves 2 by 2 places of latents as small as these."""
+OTHERS = ("cache-dit", "TeaCache", "First Block Cache", "EasyCache", "LazyCache")
+HOOKS = FIRST_BLOCK, TAYLOR = ("diffusers' FirstBlockCache", "diffusers' TaylorSeer")
+PIPELINE = "DiT in diffusers"
+FEWER = "fewer steps"
+THRESHOLDS, INTERVALS, TRIES = (1e-3, 3.0), (2.0, 10.0), 10
+"""Of other caches, the least and the most, and how many are tried for one image to come to the work of `LEVELS[0]`."""
 SIDE = 16
 """Of the latents, in places."""
 FIRST_SEED = 50
@@ -56,9 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cfg", nargs="+", type=float, default=CFGS, help=f"guidance (default: {CFGS})")
     parser.add_argument("--images", type=int, default=8, help="in each cell, one after another (default: 8)")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: 50)")
-    names = (*LEVELS, *TARGETS, EASY_CACHE)
+    names = (*LEVELS, *TARGETS)
     help = f"of: {', '.join(names)}, {EVERY_SECOND}, {ORACLE} (slow), or any N dB"
     parser.add_argument("--ways", nargs="+", default=names, metavar="WAY", help=help)
+    help = f"as well: {', '.join(OTHERS)}, each at the work of {LEVELS[0]}"
+    parser.add_argument("--others", action="store_true", help=help)
     parser.add_argument("--merge", action="store_true", help="keep the rows in --out that this run does not measure")
     parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plot")
     options = parser.parse_args(arguments)
@@ -81,10 +87,14 @@ def main(arguments: list[str] | None = None) -> None:
                 for cfg in options.cfg:
                     for seed in range(options.first_seed, options.first_seed + options.images):
                         with torch.inference_mode():  # as ComfyUI runs every node
-                            rows += bench.rows(sampler, steps, cfg, seed, options.ways)
+                            rows += bench.rows(sampler, steps, cfg, seed, options.ways, options.others)
                 seconds = time.perf_counter() - started
                 print(f"{network}, {sampler}, {steps} steps: {seconds:.0f} s", file=sys.stderr, flush=True)
                 report.write(file, merged(known, rows), comfyui)  # a long run may be stopped
+    if options.others and importlib.util.find_spec("diffusers") is not None:
+        seeds = range(options.first_seed, options.first_seed + options.images)
+        with torch.inference_mode():
+            rows += [row for steps in options.steps for row in in_pipeline(steps, seeds)]
     found = merged(known, rows)
     for path in filter(None, (file, options.json)):
         report.write(path, found, comfyui)
@@ -106,30 +116,30 @@ class Bench:
         self._flops.learn(lambda: self._latent(model, "euler", 1, 1.0, 0))
         self._plain = functools.lru_cache(maxsize=64)(self._sampled_plainly)
 
-    def rows(self, sampler: str, steps: int, cfg: float, seed: int, ways: Sequence[str]) -> list[report.Row]:
+    def rows(
+        self, sampler: str, steps: int, cfg: float, seed: int, ways: Sequence[str], others: bool = False
+    ) -> list[report.Row]:
         """One row for each way."""
-        expected, _ = self._plain(sampler, steps, cfg, seed)
-        rows = []
-        tried = [made for name in ways if name != ORACLE for made in apply(name, self.model, steps)]
-        if ORACLE in ways:
-            tried += self._oracle(sampler, steps, cfg, seed)
-        for way, model in tried:
-            latent, share = self.made(model, sampler, steps, cfg, seed)
-            told = self._records.deep_cache()
+        ways = list(dict.fromkeys((LEVELS[0], *ways))) if others else ways
+        image = sampler, steps, cfg, seed
+        place = dict(zip((*CELL, "seed"), (self._network, *image), strict=True))
+
+        def row(way: str, made: tuple) -> report.Row:
+            told = None if way in OTHERS else self._records.deep_cache()
             taken = None if told is None else told.steps_taken
-            fewer = max(1, round(share * steps))
-            rows.append(
-                {
-                    **{"network": self._network, "sampler": sampler, "steps": steps, "cfg": cfg, "seed": seed},
-                    "way": way,
-                    "target_db": target_of(way),
-                    "flops_share": round(share, 4),
-                    "latent_db": _decibels(latent, expected),
-                    "fewer_steps": fewer,
-                    "fewer_db": _decibels(self._plain(sampler, fewer, cfg, seed)[0], expected),
-                    "steps_taken": taken if way.partition(" ")[0] != EASY_CACHE else None,
-                }
-            )
+            return _row(place, way, made, lambda count: self._plain(sampler, count, cfg, seed)[0], taken)
+
+        tried = [(name, apply(name, self.model, steps)) for name in ways if name != ORACLE]
+        if ORACLE in ways:
+            tried += self._oracle(*image)
+        rows = [row(way, self.made(model, *image)) for way, model in tried]
+        if others:
+            from .deepcache_others import MADE
+
+            work = next(row["flops_share"] for row in rows if row["way"] == LEVELS[0])
+            for way, make in MADE.items():
+                run = lambda value, make=make: self.made(make(self.model, self._flops, value), *image)  # noqa: E731
+                rows.append(row(way, at_work(run, work, steps, THRESHOLDS)))
         return rows
 
     def made(self, model, sampler: str, steps: int, cfg: float, seed: int):
@@ -168,6 +178,51 @@ class Bench:
         return toy.sample(model, classes, SIDE, SIDE, steps, name, seed=seed, cfg=cfg, scheduler=scheduler or None)
 
 
+def at_work(run: Callable[[float], tuple], work: float, steps: int, settings: tuple[float, float]) -> tuple:
+    """What `run` makes, a latent and its share of the work, by the setting with which that is nearest to `work`."""
+    (low, high), found = settings, []
+    while len(found) < TRIES and not (found and abs(found[-1][1] - work) < 0.5 / steps):
+        setting = (low * high) ** 0.5
+        found.append(run(setting))
+        low, high = (setting, high) if found[-1][1] > work else (low, setting)
+    return min(found, key=lambda made: (round(abs(made[1] - work), 6), -made[1]))
+
+
+def in_pipeline(steps: int, seeds: Iterable[int]) -> list[report.Row]:
+    """Rows of one of the networks in a pipeline of diffusers."""
+    from .deepcache_pipelines import FluxPipeline
+
+    pipe, rows = FluxPipeline(), []
+    for seed in seeds:
+        run = functools.partial(pipe.made, steps, seed)
+        made = {LEVELS[0]: run(pipe.ours(target_of(LEVELS[0])))}
+        for way, context, settings in ((FIRST_BLOCK, pipe.first_block, THRESHOLDS), (TAYLOR, pipe.taylor, INTERVALS)):
+            at = lambda value, run=run, context=context: run(context(value))  # noqa: E731
+            made[way] = at_work(at, made[LEVELS[0]][1], steps, settings)
+        place = dict(zip((*CELL, "seed"), (PIPELINE, "euler", steps, 1.0, seed), strict=True))
+        plain = lambda count, seed=seed: pipe.made(count, seed)[0]  # noqa: E731
+        rows += [_row(place, way, one, plain) for way, one in made.items()]
+    return rows
+
+
+def _row(
+    place: report.Row, way: str, made: tuple, plain: Callable[[int], Any], steps_taken: str | None = None
+) -> report.Row:
+    """made: a latent and its share of the work. plain: the uncached latent by number of steps."""
+    (latent, share), expected = made, plain(place["steps"])
+    fewer = max(1, round(share * place["steps"]))
+    return {
+        **place,
+        "way": way,
+        "target_db": target_of(way),
+        "flops_share": round(share, 4),
+        "latent_db": _decibels(latent, expected),
+        "fewer_steps": fewer,
+        "fewer_db": _decibels(plain(fewer), expected),
+        "steps_taken": steps_taken,
+    }
+
+
 def _decibels(latent, expected) -> float:
     return round(similarity.latent_psnr(latent, expected).item(), 2)
 
@@ -199,27 +254,14 @@ def skipping(model, steps: Collection[int]):
     return apply_deep_cache(model, Settings())
 
 
-def apply(way: str, model, steps: int) -> list[tuple[str, object]]:
-    """Clones of the ModelPatcher as the way's node gives them, each with its name: EasyCache has several thresholds."""
+def apply(way: str, model, steps: int):
+    """A clone of the ModelPatcher as the way's node gives it."""
     if way == EVERY_SECOND:
-        return [(way, skipping(model, range(2, steps - 1, 2)))]
-    if way == EASY_CACHE:
-        return [(f"{EASY_CACHE} {value:g}", easy_cache(model, value, SUBSAMPLE)) for value in EASY_THRESHOLDS]
+        return skipping(model, range(2, steps - 1, 2))
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
     from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
-    return [(way, apply_deep_cache(model, DeepCacheSettings(target_of(way))))]
-
-
-def easy_cache(model, threshold: float, subsample: int | None = None):
-    """A clone with core's EasyCache. subsample: in place of what core compares of the latents."""
-    from comfy_extras.nodes_easycache import EasyCacheNode
-
-    defaults = {entry.id: entry.default for entry in EasyCacheNode.define_schema().inputs if entry.id != "model"}
-    clone = EasyCacheNode.execute(model, **{**defaults, "reuse_threshold": threshold}).args[0]
-    if subsample is not None:
-        clone.model_options["transformer_options"]["easycache"].subsample_factor = subsample
-    return clone
+    return apply_deep_cache(model, DeepCacheSettings(target_of(way)))
 
 
 def merged(known: Sequence[report.Row], new: Sequence[report.Row]) -> list[report.Row]:
@@ -250,8 +292,8 @@ def overview(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each network and way: the work over all its cells, the rest over those where anything was skipped."""
     table = []
     for network, way in dict.fromkeys((row["network"], row["way"]) for row in rows):
-        if way.startswith(ORACLE):
-            continue  # `of_oracle` has it
+        if way.startswith(ORACLE) or way in (*OTHERS, *HOOKS) or network == PIPELINE:
+            continue  # `of_oracle` and `beside_others` have it
         every = cells([row for row in rows if (row["network"], row["way"]) == (network, way)])
         own = [cell for cell in every if cell["skips"]]
         line: report.Row = {"network": network, "way": way, "cells": len(every), "skipping": len(own)}
@@ -273,6 +315,7 @@ def kept(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each network and target: which images kept it, and which ended far above it."""
     table = []
     asked = [row for row in rows if row["target_db"] is not None and row["flops_share"] < 1]
+    asked = [row for row in asked if row["network"] != PIPELINE]
     for network, target in dict.fromkeys((row["network"], row["target_db"]) for row in asked):
         over = [row["latent_db"] - target for row in asked if (row["network"], row["target_db"]) == (network, target)]
         shares = (fmean(value >= -KEPT for value in over), fmean(value > FAR for value in over))
@@ -309,15 +352,36 @@ def of_oracle(rows: Sequence[report.Row]) -> list[report.Row]:
     ]
 
 
+def beside_others(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One row for each way: by network the share of FLOPs, the mean and the worst image, where others were tried."""
+    places = {tuple(row[name] for name in CELL) for row in rows if row["way"] in (*OTHERS, *HOOKS)}
+    tried = [row for row in rows if tuple(row[name] for name in CELL) in places]
+    for row in [row for row in tried if row["way"] == LEVELS[0]]:
+        made = {"flops_share": row["fewer_steps"] / row["steps"], "latent_db": row["fewer_db"]}
+        tried.append({**row, **made, "way": FEWER})
+    found = cells(tried)
+    return [
+        {
+            "way": way,
+            **{
+                network: _cell([cell for cell in found if (cell["network"], cell["way"]) == (network, way)])
+                for network in dict.fromkeys(row["network"] for row in tried)
+            },
+        }
+        for way in (LEVELS[0], *OTHERS, *HOOKS, FEWER)
+        if places
+    ]
+
+
 def by_steps(rows: Sequence[report.Row], way: str) -> list[report.Row]:
     """One row for each sort of networks and sampler: by number of steps the share of FLOPs, the mean and the worst."""
-    own, table = cells([row for row in rows if row["way"] == way]), []
+    own, table = cells([row for row in rows if row["way"] == way and row["network"] in NETWORKS]), []
     for sort, sampler in dict.fromkeys((_sort(cell["network"]), cell["sampler"]) for cell in own):
         line: report.Row = {"networks": sort, "sampler": sampler}
         for steps in sorted({cell["steps"] for cell in own}):
             place = (sort, sampler, steps)
             found = [cell for cell in own if (_sort(cell["network"]), cell["sampler"], cell["steps"]) == place]
-            line[f"{steps} steps"] = _cell(found) if found else None
+            line[f"{steps} steps"] = _cell(found)
         table.append(line)
     return table
 
@@ -326,7 +390,9 @@ def _sort(network: str) -> str:
     return "UNets" if network in ("unet", "vpred") else "DiTs"
 
 
-def _cell(found: Sequence[report.Row]) -> str:
+def _cell(found: Sequence[report.Row]) -> str | None:
+    if not found:
+        return None
     if not any(cell["skips"] for cell in found):
         return "nothing skipped"
     share, mean, worst = (
@@ -363,6 +429,7 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"All cells, by network": overview(rows), "Target against reached": kept(rows)}
     tables["Share of the oracle's saving"] = of_oracle(rows)
+    tables["Others at equal work"] = beside_others(rows)
     tables["Balanced, by sampler and steps"] = by_steps(rows, "Balanced")
     shown = {title: report.markdown(table, list(max(table, key=len))) for title, table in tables.items() if table}
     _plot(folder / "deepcache.png", rows)
@@ -370,7 +437,7 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
     if file.is_file():
         head = file.read_text(encoding="utf-8").partition(MARK)[0] + f"{MARK}\n"
     page = [head, INTRODUCTION, "", LEGEND, ""]
-    page += ["![Quality over cost: all ways, 30 steps of euler and dpmpp_2m](deepcache.png)", ""]
+    page += ["![Quality over cost: all ways, in the cells in which others were tried](deepcache.png)", ""]
     page += [line for title, table in shown.items() for line in (f"## {title}", "", table, "")]
     file.write_text("\n".join(page), encoding="utf-8")
     return "\n\n".join(f"{title}\n{table}" for title, table in shown.items())
@@ -378,6 +445,7 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
 
 def _plot(path: Path, rows: Sequence[report.Row]) -> None:
     """Of each way the mean over networks, in the cells in which every way was tried."""
+    rows = [row for row in rows if row["way"] in (*LEVELS, *TARGETS, *OTHERS) and row["network"] in NETWORKS]
     names = {row["way"] for row in rows}
     tried: dict[tuple, set[str]] = {}
     for row in rows:
@@ -388,9 +456,9 @@ def _plot(path: Path, rows: Sequence[report.Row]) -> None:
         these = [cell for cell in own if cell["way"] == way and cell["skips"]]
         if these:
             share, mean, gain = (fmean(cell[name] for cell in these) for name in ("share", "mean", "gain"))
-            found.setdefault(EASY_CACHE if way.startswith(EASY_CACHE) else "DeepCache", []).append((share, mean))
-            if not way.startswith(EASY_CACHE):
-                found.setdefault("fewer steps", []).append((share, mean - gain))
+            found.setdefault(way if way in OTHERS else "DeepCache", []).append((share, mean))
+            if way not in OTHERS:
+                found.setdefault(FEWER, []).append((share, mean - gain))
     if found:
         axes = "FLOPs, as a share of the uncached run", "PSNR of the final latent, dB"
         pictures.curves(path, "Quality over cost, mean of the networks", *axes, found)

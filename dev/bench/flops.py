@@ -65,6 +65,13 @@ class Flops:
         self._each = {layer: total / self._rows[layer] for layer, total in totals.items()}
         self._rows.clear()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the context nothing is counted."""
+        before = self._rows.copy()
+        yield
+        self._rows = before
+
     def take(self) -> float:
         """Operations of all calls since the last `take`, by the latest `learn`."""
         total = sum(rows * self._each.get(layer, 0.0) for layer, rows in self._rows.items())

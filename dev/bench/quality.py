@@ -108,7 +108,8 @@ class Bench:
         self._flops.take()
         plain = [self._run(self._model, index, sampler, steps) for index in range(count)]
         rows, columns = [], [[("uncached", _small(image))] for _, image, _, _ in plain]
-        for way, model in [made for name in ways for made in apply(name, self._model, steps)]:
+        for way in ways:
+            model = apply(way, self._model, steps)
             for index, (expected, expected_image, work, seconds) in enumerate(plain):
                 latent, image, taken, spent = self._run(model, index, sampler, steps)
                 fewer = max(1, round(steps * taken / work))

@@ -1,10 +1,16 @@
 """The trained test networks and the benches on them: they know their data, the benches run."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from kit.step_cache import every
 
+from dev import ROOT
 from dev.bench import toy_data
 
 NETWORKS = ("unet", "dit", "mmdit", "vpred")
@@ -71,3 +77,20 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
             half = taken(apply_deep_cache(patcher, every(2)), 2)
     assert half == pytest.approx(counter.get_total_flops())
     assert half < 0.75 * full
+
+
+@pytest.mark.thorough  # a bench as a subprocess
+def test_bench_writes_rows_table_and_plot(tmp_path):
+    few = ["--samplers", "euler", "--steps", "20", "--cfg", "4", "--images", "1", "--networks", "unet", "mmdit"]
+    few.append("--others")
+    command = [sys.executable, "-m", "dev.bench.deepcache", *few, "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    rows = json.loads((tmp_path / "deepcache.json").read_text(encoding="utf-8"))["rows"]
+    ways = {"Balanced", "Fast", "50 dB", "45 dB", "30 dB", "cache-dit", "TeaCache", "First Block Cache"}
+    ways |= {"EasyCache", "LazyCache"}
+    pairs = {(row["network"], row["way"]) for row in rows if row["network"] in ("unet", "mmdit")}
+    assert pairs == {(one, way) for one in ("unet", "mmdit") for way in ways}
+    assert all(0 < row["flops_share"] <= 1.02 for row in rows)
+    for name in ("deepcache.md", "deepcache.png"):
+        assert (tmp_path / name).stat().st_size > 0

@@ -39,11 +39,20 @@ def test_targets_are_kept_within_a_decibel_where_anything_was_skipped():
 
 
 def test_page_has_a_table_for_every_question_and_the_plot(tmp_path):
-    rows = [row(), row("Fast", 45.0, 39.0, 0.5, target=35.0), row("EasyCache 0.1", 30.0, target=None)]
+    rows = [row(), row("Fast", 45.0, 39.0, 0.5, target=35.0), row("TeaCache", 30.0, target=None)]
     printed = deepcache.save(tmp_path, rows)
     page = (tmp_path / "deepcache.md").read_text(encoding="utf-8")
-    assert "0.60 → 50 (50)" in page and "EasyCache 0.1" in page and "0.60 → 50 (50)" in printed
+    assert "0.60 → 50 (50)" in printed
+    for line in ("Balanced | 0.60 → 50 (50)", "TeaCache | 0.60 → 30 (30)", "fewer steps | 0.60 → 40 (40)"):
+        assert f"| {line} |" in page
     assert (tmp_path / "deepcache.png").is_file()
+
+
+@pytest.mark.parametrize("wanted", [0.25, 0.55, 0.8])
+def test_threshold_of_another_cache_is_the_one_by_which_its_work_is_nearest(wanted):
+    share = lambda threshold: 1 - round(0.9 * threshold / 3, 1)  # noqa: E731
+    made = deepcache.at_work(lambda value: (value, share(value)), wanted, 20, deepcache.THRESHOLDS)
+    assert abs(made[1] - wanted) <= 0.05 + 1e-9 and share(made[0]) == made[1]
 
 
 def test_psnr_of_a_known_error():
