@@ -237,12 +237,8 @@ def test_list_that_code_shares_with_a_function_in_it_is_known_to_be_filled():
         kept.append(x)
         return lambda: kept
 
-    def inside(x, kept=[]):  # noqa: B006
-        return lambda part: kept.append(part)
-
-    def nowhere(x, kept=[]):  # noqa: B006
-        return lambda part: part * kept[0]
-
+    inside = lambda x, kept=[]: lambda part: kept.append(part)  # noqa: B006, E731
+    nowhere = lambda x, kept=[]: lambda part: part * kept[0]  # noqa: B006, E731
     found = [filled(function.__code__) for function in (outside, inside, nowhere)]
     assert ["kept" in names for names in found] == [True, True, False]
 
