@@ -53,7 +53,8 @@ class Region:
     notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
     wrapped: where other programs have wrapped its forward.
     codes: of every function that its survey has read. numbers: the block's own, as `Kind.numbers` names them.
-    known: what its runs have found of its calls, for the next ones (`inline_cache.KnownCalls`).
+    known: itself by the functions that it is given. shared: what runs have found of calls of the survey's blocks, for
+        the next ones (`inline_cache.KnownCalls`).
     functions: reads those that are given to blocks of the survey. given: what the kind has of such, if any.
     """
 
@@ -70,6 +71,7 @@ class Region:
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
     numbers: tuple[int, ...] = ()
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     functions: GivenFunctions | None = field(default=None, compare=False, repr=False)
     given: GivenCode | None = field(default=None, compare=False, repr=False)
 
@@ -267,7 +269,7 @@ def survey(
     for of_all in hooks:
         reader.notes.watch_items(of_all)
     codes, notes = reader.codes, CodeNotes()
-    regions, functions = [], GivenFunctions(ignored, traceable)
+    regions, functions, shared = [], GivenFunctions(ignored, traceable), {}
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         own = _notes_of(block, described_as, description.notes, wraps, description.read)
         numbers = tuple(value for *place, value in description.counts if tuple(place) in kind.numbers)
@@ -285,6 +287,7 @@ def survey(
                 read=description.read,
                 wrapped=wrapped,
                 numbers=numbers,
+                shared=shared,
                 functions=functions,
             )
         )
