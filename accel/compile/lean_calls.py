@@ -24,8 +24,8 @@ def watched(run: Run, tensors: Sequence[torch.Tensor]) -> tuple[Any, Run | None]
     """What `run` returns for the tensors, and what does the same for others of their sizes, strides and types with less
     Python; None where torch does more around its generated code than to choose and to order.
 
-    run: of a graph that writes to none of the tensors, of which no two are the same. It still serves calls that the
-    profiler watches, and calls with gradients, which torch turns off in there.
+    run: of a graph that writes to none of the tensors. It still serves calls that the profiler watches, and calls with
+    gradients, which torch turns off in there.
     """
     code = getattr(GENERATED_CALL.get(None), "__code__", None)
     if code is None or sys.getprofile() is not None or ANY_AUTOCAST.get(lambda: True)():
@@ -68,6 +68,8 @@ def _lean(run: Run, generated: Callable, arguments: Callable, output: Callable) 
 def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callable | None:
     """What finds generated code's arguments in such tensors; None where it was given others, or what is no size."""
     places = {id(tensor): at for at, tensor in enumerate(tensors)}
+    if len(places) < len(tensors):  # which of two that are the same is meant cannot be seen
+        return None
     sizes = tuple(value for value in given if type(value) is int)
     at_size = iter(range(len(tensors), len(tensors) + len(sizes)))
     order = [next(at_size) if type(value) is int else places.get(id(value)) for value in given]

@@ -89,7 +89,7 @@ class BlockRunner:
         self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
         self._calls_layers = region.calls_layers
         known = KnownCalls.of(region, cache, settings, type(self._weights))
-        self._inline = InlineCache(cache, self._weights, simplify_options, known, lease)
+        self._inline = InlineCache(region.path, cache, self._weights, simplify_options, known, lease)
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.ways: set[str | Reason | None] = set()
@@ -144,7 +144,7 @@ class BlockRunner:
             captured = self._is_captured
             hit = self._inline.match(args, kwargs, captured)
             if hit is not None:
-                guarded, tensors = hit
+                guarded, tensors, given = hit
                 resolved, counter = guarded.resolved, guarded.counter
                 counter.hits += 1
                 self.ways.add(COMPILED)
@@ -152,15 +152,14 @@ class BlockRunner:
                     observer.used.append((resolved.entry, resolved.graph, counter))
                 try:
                     out = (guarded.lean or resolved.graph.run)(tensors)
-                    if guarded.copied:
-                        for at, given in zip(guarded.copied, guarded.given(args, kwargs), strict=True):
-                            out = _handed_back(out, tensors[at], given)
+                    for at in guarded.copied:
+                        out = _handed_back(out, tensors[at - len(given)], given[at])
                     return out
                 except RunEagerly as refusal:
                     failure = refusal.reason
                 except Exception as error:
                     failure = self._failure_of(error, in_graph=True)
-                del hit, tensors  # the block may bring its weights itself
+                del hit, tensors, given  # the block may bring its weights itself
                 return self._failed(self._described(inner, args, kwargs), resolved, failure)
         return self._call_unmatched(inner, args, kwargs)
 

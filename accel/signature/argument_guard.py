@@ -15,13 +15,12 @@ from .tree_spec import Spec
 
 
 class CallGuard:
-    """Recognises later calls with the structure and constants of one call, and tensors like those of it.
+    """Recognises later calls with the structure and constants of one call; `check` asks for tensors like those of it.
 
     args, kwargs: of the call.
     spec, tensors: the result of `tree_spec.flatten` with `replace`. `replace` must decide by a dict's keys, and by
         which of its values are None, whether it returns the dict unchanged.
-    weights: tensors that such calls take besides, which come first where `check` is asked.
-    Keeps no tensor alive except the empty ones that stand for whole numbers.
+    Keeps no tensor alive.
     """
 
     def __init__(
@@ -31,37 +30,31 @@ class CallGuard:
         spec: Spec,
         tensors: Sequence[torch.Tensor],
         replace: Callable[[dict], Any] | None = None,
-        weights: Sequence[torch.Tensor] = (),
     ):
         self.spec = spec
         self._replace = replace
         self._count, self._names = len(args), tuple(kwargs)
-        self._numbers = [(at, tensors[at]) for at in tree_spec.number_indices(spec)]
+        self._numbers = tree_spec.number_indices(spec)
         places = _places((*args, *kwargs.values()), spec) if replace is None or replace(kwargs) is kwargs else None
         self._is_flat = places is not None
         if places is not None:
-            tensors_at, self._fixed, self._replaced = places
+            tensors_at, self._sizes, self._fixed, self._replaced = places
             self._get_tensors = items_at(tensors_at)
-        self.check = tensor_guard((*weights, *(self.arguments(args, kwargs) or ())))
-        """Asked of a call's weights and what `arguments` gives: whether they are like those of the first call."""
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether tensors stand for whole numbers (`with_numbers`)."""
-        return bool(self._numbers)
+        self._given = SizeGuard(tensors, self._numbers)
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-        """The tensors of a call without weights, as `flatten` orders them; None for a call that is not like the first.
+        """The tensors of a call, as `flatten` orders them; None for a call that is not like the first.
 
         Raises what `replace` and `flatten` do.
         """
         given = self.arguments(args, kwargs)
-        return None if given is None or not self.check(*given) else self.with_numbers(given)
+        return None if given is None or not self._given.check(*given) else self.with_numbers(*given)
 
-    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-        """The tensors among the call's arguments, or None if it differs in structure or constants.
+    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Sequence[torch.Tensor], tuple[int, ...]] | None:
+        """The tensors among the call's arguments and the sizes of those that stand for whole numbers, or None if it
+        differs in structure or constants.
 
-        Where the first call had a tensor there may be anything, or the same tensor twice: ask `check`.
+        Where the first call had a tensor there may be anything, or the same tensor twice: ask a `SizeGuard`.
         Raises what `replace` and `flatten` do.
         """
         if not self._is_flat:
@@ -82,42 +75,61 @@ class CallGuard:
                 now = self._replace(now)
             if (now or known) and tree_spec.flatten(now, [])[1:] != known:
                 return None
-        return self._get_tensors(values)
+        numbers = tuple([values[at] for at in self._sizes]) if self._sizes else ()
+        return (self._get_tensors(values), numbers) if all(map(tree_spec.is_size, numbers)) else None
 
-    def with_numbers(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What `arguments` gives with the tensors that stand for whole numbers inserted, as `flatten` orders them."""
-        if not self._numbers:
+    def with_numbers(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Sequence[torch.Tensor]:
+        """What `arguments` gives in one, as `flatten` orders them."""
+        if not numbers:
             return tensors
         tensors = list(tensors)
-        for at, tensor in self._numbers:
-            tensors.insert(at, tensor)
+        for at, size in zip(self._numbers, numbers, strict=True):
+            tensors.insert(at, tree_spec.size_tensor(size))
         return tensors
 
-    def _match_described(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+    def _match_described(self, args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], tuple] | None:
         tensors: list[torch.Tensor] = []
         if tree_spec.flatten((args, kwargs), tensors, self._replace, functions=True) != self.spec:
             return None
-        for at, known in reversed(self._numbers):
-            if tensors.pop(at) is not known:
-                return None
-        return tensors
+        return _apart(tensors, self._numbers)
 
 
-def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]], list[tuple[int, tuple]]] | None:
-    """The places of tensors, constants and replaced dicts (with their specs' items) among the values; None if there is
-    anything else."""
-    tensors, fixed, replaced = [], [], []
+class SizeGuard:
+    """Recognises tensors and whole numbers like those of one call, as `CallGuard.arguments` gives them.
+
+    tensors: of the call, with those for numbers; numbers: where these are.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]):
+        plain, self._sizes = _apart(tensors, numbers)
+        self._check = tensor_guard(plain)
+
+    def check(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> bool:
+        return sizes == self._sizes and self._check(*tensors)
+
+
+def _apart(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """The tensors without those that stand for numbers, and the sizes of these."""
+    return [t for at, t in enumerate(tensors) if at not in numbers], tuple(tensors[at].shape[0] for at in numbers)
+
+
+def _places(values: tuple, spec: Spec) -> tuple[list, list, list[tuple[int, Any]], list[tuple[int, tuple]]] | None:
+    """The places of tensors, sizes, constants and replaced dicts (with their specs' items) among the values; None if
+    there is anything else."""
+    tensors, sizes, fixed, replaced = [], [], [], []
     _, of_args, of_kwargs = spec
     for at, (value, part) in enumerate(zip(values, [*of_args[1:], *(item for _, item in of_kwargs[1:])], strict=True)):
         if part == ("tensor",):
             tensors.append(at)
-        elif part[0] in ("size", "constant", "value"):
+        elif part == ("size",):
+            sizes.append(at)
+        elif part[0] in ("constant", "value"):
             fixed.append((at, value))
         elif part[0] == "dict" and not tree_spec.has_tensors(part):
             replaced.append((at, part[1:]))
         else:
             return None
-    return tensors, fixed, replaced
+    return tensors, sizes, fixed, replaced
 
 
 def items_at(places: list[int]) -> Callable[[tuple], tuple]:

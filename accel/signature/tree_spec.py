@@ -63,7 +63,8 @@ class Function:
 
 
 @functools.lru_cache(maxsize=4096)
-def _size_tensor(size: int) -> torch.Tensor:
+def size_tensor(size: int) -> torch.Tensor:
+    """What is passed for a whole number: an empty tensor of this size."""
     with torch.inference_mode(False):
         return torch.empty(size, 0)
 
@@ -88,10 +89,10 @@ def flatten(
         tensors.append(value)
         return ("tensor",)
     cls = type(value)
-    if cls is int and value > 1:
-        if value > _LARGEST:
-            return ("value", value, repr(value))
-        tensors.append(_size_tensor(value))
+    if cls is int and value > _LARGEST:
+        return ("value", value, repr(value))
+    if is_size(value):
+        tensors.append(size_tensor(value))
         return ("size",)
     if cls in CONSTANTS or isinstance(value, enum.Enum) or getattr(cls, "is_constant_argument", False):
         # With the type, since True, 1 and 1.0 are equal; and -0.0 equals 0.0.
@@ -118,6 +119,11 @@ def flatten(
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 
+def is_size(value: Any) -> bool:
+    """Whether it is a whole number that is passed as a size."""
+    return type(value) is int and 1 < value <= _LARGEST
+
+
 class RunsOthersCode:
     """Base of constants that stand for a function of another program's. It may keep count of its calls, so that two
     calls of a block with it cannot be compared."""
@@ -132,7 +138,7 @@ def runs_others_code(spec: Spec) -> bool:
 
 def _flatten_field(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
     if type(value) is int and value == 1:
-        tensors.append(_size_tensor(1))
+        tensors.append(size_tensor(1))
         return ("size",)
     return flatten(value, tensors, replace)
 
@@ -168,7 +174,7 @@ def _factory(code: types.CodeType, defaults: int) -> types.CodeType | None:
 def _flatten_part(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
     """As `flatten`, but for whole numbers: a block's place among others begins at 0."""
     if type(value) is int and 0 <= value <= _LARGEST:
-        tensors.append(_size_tensor(value + _ABOVE_ONE))
+        tensors.append(size_tensor(value + _ABOVE_ONE))
         return ("number",)
     return flatten(value, tensors, replace)
 

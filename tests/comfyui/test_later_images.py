@@ -66,20 +66,21 @@ class Session:
     """Images of one model, with the graphs of a cache."""
 
     def __init__(self, name, cache, seed=0):
-        family, self.shape = MODELS[name]
-        self.plain = family.load(torch.float32, seed)
-        self.prompts = [family.conditioning(tokens, seed) for seed, tokens in enumerate(PROMPTS, 1)]
+        self.family, self.shape = MODELS[name]
+        self.plain = self.family.load(torch.float32, seed)
         self.model = self.fast(self.plain, cache)
 
     @staticmethod
     def fast(model, cache):
         return accelerate(model, CompileSettings(backend="eager"), cache)
 
-    def image(self, cfg, sampler="euler", seed=0, model=None, steps=2):
+    def image(self, cfg, sampler="euler", seed=0, model=None, steps=2, longer=0, wider=0):
+        """longer: the prompts, in tokens. wider: the latent."""
         with torch.inference_mode():  # as core runs nodes
-            latent = torch.zeros(1, *self.shape)
+            latent = torch.zeros(1, *self.shape[:-1], self.shape[-1] + wider)
+            prompts = [self.family.conditioning(tokens + longer, seed) for seed, tokens in enumerate(PROMPTS, 1)]
             settings = dict(steps=steps, cfg=cfg, sampler=sampler, scheduler="simple", seed=seed)
-            return tiny_models.sample_latent(model or self.model, latent, *self.prompts, **settings)
+            return tiny_models.sample_latent(model or self.model, latent, *prompts, **settings)
 
 
 # SDXL is SD1.5's UNet; the blocks of SD3, Qwen-Image, Wan and Z-Image are called as Flux's are, which is tested below.
@@ -95,6 +96,24 @@ def test_after_the_first_image_nothing_is_traced_or_surveyed_or_compiled(name, w
         for seed, sampler in enumerate(("euler", "dpmpp_2m"), 1):
             session.image(cfg, sampler, seed)
         assert (dict(work), graphs() - before) == ({}, 0)
+
+
+@pytest.mark.parametrize("name", thorough_except(["SDXL", "Flux", "Wan", "Qwen-Image"], "Flux"))
+@pytest.mark.parametrize("what", ["longer", "wider"])
+def test_new_length_or_size_is_looked_up_once_a_kind_and_twelve_in_turns_never_again(what, name, work):
+    session = Session(name, GraphCache())
+    for _ in range(2):
+        session.image(1.0)
+    before = graphs()
+    for more in range(4, 52, 4):
+        work.clear()
+        session.image(1.0, **{what: more})
+        assert dict(work) == {"_call_unmatched": work["_call_unmatched"]}
+        assert work["_call_unmatched"] <= 2 * before
+    work.clear()
+    for more in range(4, 52, 4):
+        session.image(1.0, **{what: more})
+    assert (dict(work), graphs() - before) == ({}, 0)
 
 
 @pytest.mark.parametrize("name", thorough_except(["SDXL", "Flux"], "Flux"))

@@ -264,14 +264,49 @@ def test_graph_that_left_the_cache_is_not_used():
     assert cache.statistics()["compilations"] == 2
 
 
-def test_many_variants_of_calls_take_turns():
+def test_many_sizes_and_numbers_take_turns_and_none_is_described_again():
     block = Block()
     stand_in = runner(block)
-    for _ in range(12):
-        for rows in range(1, 12):
+    for turn in range(4):
+        if turn == 2:
+            assert stand_in.unmatched
+            stand_in.unmatched = 0
+        for rows in range(1, 13):
             x = torch.randn(rows, 4)
-            assert torch.equal(stand_in(block.forward, x), block(x))
-    assert len(stand_in._inline._known.guarded) == 8
+            for size in (0, rows + 1):  # as text tokens
+                assert torch.equal(stand_in(block.forward, x, size=size), block(x, size=size))
+    assert not stand_in.unmatched
+
+
+def without_step(options):
+    return {} if "step" in options else options
+
+
+def moved_in_memory(block):
+    block.first.weight = torch.nn.Parameter(torch.randn(5, 4)[1:], requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [None, cast, given_other_strides, moved_in_memory, "refused"])
+def test_what_is_known_of_a_block_serves_those_of_its_kind_that_are_like_it(change):
+    def simplify(options):
+        if change == "refused" and "step" in options:
+            raise RunEagerly(Reason("patched", patch="attn1"))
+        return {} if "step" in options else options
+
+    cache, blocks = GraphCache(), [Block() for _ in range(3)]
+    regions = survey(kit.blocks.model_of(*blocks)).regions
+    if callable(change):
+        change(blocks[2])
+    how = cache, CompileSettings(backend="eager")
+    stand_ins = [Counting(region, *how, simplify if at == 2 else without_step) for at, region in enumerate(regions)]
+    for rows in (2, 2, 3):
+        for stand_in, block in zip(stand_ins, blocks, strict=True):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(stand_in(block.forward, x, options={"step": rows}), block(x))
+        found = [stand_in.unmatched for stand_in in stand_ins]
+    # The first one finds the graphs, the second one makes the guards, and the third has them once it was called.
+    assert found == [3, 2, 1 if change is None else 3]
+    assert stand_ins[2].eager_calls == (3 if change == "refused" else 0), reasons()
 
 
 class Runs:
