@@ -16,16 +16,6 @@ from comfy_accel.accel.fingerprint.plain_values import Indescribable
 from torch import nn
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.GroupNorm(2, 8)
-        self.up = nn.Conv2d(8, 16, 1)
-
-    def forward(self, x):
-        return torch.relu(self.up(self.norm(x)))
-
-
 def digest(block):
     described = describe(block)
     return described.digest, described.counts
@@ -44,26 +34,6 @@ class Runs(nn.Linear):
 
     def forward(self, x):
         return self.function(super().forward(x)) + self.offset
-
-
-def wrapped(function, factor):
-    @functools.wraps(function)
-    def wrapper(*args):
-        return function(*args) * factor
-
-    return wrapper
-
-
-def test_wrapper_around_a_method_counts_with_what_it_closes_over(monkeypatch):
-    own = Block.forward
-    digests = {digest(Block())}
-    for factor in (2.0, 3.0):
-        monkeypatch.setattr(Block, "forward", wrapped(own, factor))
-        digests.add(digest(Block()))
-    assert len(digests) == 3
-    monkeypatch.setattr(Block, "forward", wrapped(own, torch.ones(1)))
-    with pytest.raises(Indescribable, match="a function around a Tensor"):
-        describe(Block())
 
 
 def test_plain_class_attribute_that_the_code_reads_makes_another_kind(monkeypatch):
@@ -103,6 +73,26 @@ def counted(x):
 class Counts(nn.Linear):
     def forward(self, x):
         return counted(super().forward(x))
+
+
+def wrapped(function, factor):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args) * factor
+
+    return wrapper
+
+
+def test_wrapper_around_a_method_counts_with_what_it_closes_over(monkeypatch):
+    own = Counts.forward
+    digests = {digest(Counts(2, 2))}
+    for factor in (2.0, 3.0):
+        monkeypatch.setattr(Counts, "forward", wrapped(own, factor))
+        digests.add(digest(Counts(2, 2)))
+    assert len(digests) == 3
+    monkeypatch.setattr(Counts, "forward", wrapped(own, torch.ones(1)))
+    with pytest.raises(Indescribable, match="a function around a Tensor"):
+        describe(Counts(2, 2))
 
 
 def test_plain_global_that_the_code_reads_makes_another_kind(monkeypatch):
