@@ -1,8 +1,7 @@
-"""The example workflows: both formats describe one graph, ComfyUI accepts it, and it makes images."""
+"""The example workflows in the form that is sent: ComfyUI accepts them, and they make images."""
 
 import asyncio
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from comfy_api.latest import io
 from kit import real_prompts
 from PIL import Image
 
+import nodes
 from dev.tools import synthetic, workflow
 
 FOLDER = workflow.TEMPLATES
@@ -22,17 +22,9 @@ EXTRAS = (
     *("nodes_math", "nodes_model_advanced", "nodes_primitive", "nodes_sd3", "nodes_video", "nodes_wan"),
 )
 """Core's modules of nodes that templates need beside those of nodes.py; 0.3.75 has not all of them."""
-LINK = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
-INPUTS, OUTPUTS = -10, -20
-"""Ids that a subgraph's links have for the inputs and outputs of its node."""
 SAMPLES = {"KSampler", "KSamplerAdvanced", "BasicGuider"}
 LATER = {"15 LTX 2.5 video"}
 """Has nodes that 0.3.75 does not have."""
-NOTES = {"Note", "MarkdownNote"}  # exist in the editor alone
-
-
-def opened(name: str) -> dict:
-    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def graph(name: str) -> dict:
@@ -40,12 +32,9 @@ def graph(name: str) -> dict:
 
 
 @pytest.fixture
-def core_nodes(monkeypatch, tmp_path):
+def prompts(monkeypatch, tmp_path):
     """Core's nodes and ours in core's registry, and folders that hold the models and the picture."""
     import folder_paths
-    from comfy_accel.nodes import NODES
-
-    import nodes
 
     for name in (*(name for _, name in workflow.models()), PICTURE):
         (tmp_path / name).touch()
@@ -55,73 +44,12 @@ def core_nodes(monkeypatch, tmp_path):
         if not (extras / f"{name}.py").is_file():
             continue
         assert asyncio.run(nodes.load_custom_node(str(extras / f"{name}.py"), module_parent="comfy_extras"))
-    for node in NODES:
-        node.GET_SCHEMA()
-        monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, node.define_schema().node_id, node)
     for folder in {folder for folder, _ in workflow.models()}:
         _, extensions = folder_paths.folder_names_and_paths[folder]
         monkeypatch.setitem(folder_paths.folder_names_and_paths, folder, ([str(tmp_path)], extensions))
     monkeypatch.setattr(folder_paths, "filename_list_cache", {})
     monkeypatch.setattr(folder_paths, "input_directory", str(tmp_path))
-    return nodes.NODE_CLASS_MAPPINGS
-
-
-def validate(prompt: dict) -> tuple[bool, dict]:
-    """Whether core takes the prompt, and what it says about each node that it does not take."""
-    import execution
-
-    valid, _error, _outputs, node_errors = asyncio.run(execution.validate_prompt("test", prompt, None))
-    return valid, node_errors
-
-
-def test_there_are_workflows_for_text_and_for_images():
-    assert {"01 Start here", "07 Image to image"} <= set(NAMES)
-
-
-def flat(saved: dict, where: str = "", before: str = "", outer: dict | None = None) -> tuple[dict, list]:
-    """The nodes of a saved workflow by their places, such as "57:3", and what each output of the graph comes from.
-
-    where: the id of the graph. outer: of the node that it is inside of, what its inputs come from.
-    """
-    graphs = workflow.graphs(saved)
-    links = [link if isinstance(link, dict) else dict(zip(LINK, link, strict=True)) for link in graphs[where]["links"]]
-    into = {(link["target_id"], link["target_slot"]): link for link in links}
-    nodes, own, ends = {}, {node["id"]: node for node in graphs[where]["nodes"]}, {}
-
-    def source(link):
-        """[place, output] of the node that is at the other end; None for a widget of the subgraph's node."""
-        origin, slot = link["origin_id"], link["origin_slot"]
-        if origin == INPUTS:
-            return outer.get(graphs[where]["inputs"][slot]["name"])
-        return inside(origin)[slot] if own[origin]["type"] in graphs else [f"{before}{origin}", slot]
-
-    def inputs(node):
-        found = {slot["name"]: into.get((node["id"], at)) for at, slot in enumerate(node.get("inputs", ()))}
-        return {name: source(link) for name, link in found.items() if link is not None}
-
-    def inside(number):
-        if number not in ends:
-            node = own[number]
-            more, ends[number] = flat(saved, node["type"], f"{before}{number}:", inputs(node))
-            nodes.update(more)
-        return ends[number]
-
-    for number, node in own.items():
-        if node["type"] in graphs:
-            inside(number)
-        elif node["type"] not in NOTES:
-            nodes[f"{before}{number}"] = node["type"], {name: end for name, end in inputs(node).items() if end}
-    outputs = sorted((slot, source(link)) for (target, slot), link in into.items() if target == OUTPUTS)
-    return nodes, [end for _, end in outputs]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_both_formats_name_the_same_nodes_and_links(name):
-    api = {
-        key: (node["class_type"], {slot: value for slot, value in node["inputs"].items() if isinstance(value, list)})
-        for key, node in graph(name).items()
-    }
-    assert api == flat(opened(name))[0]
+    return real_prompts.prompts(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["04 Z-Image Turbo", "05 Qwen-Image", "06 Wan 2.2 video", "14 Flux 2"])
@@ -134,23 +62,18 @@ def test_in_a_subgraph_each_sampler_has_its_model_from_a_speed_up(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_workflow_has_a_thumbnail(name):
-    assert (FOLDER / f"{name}.jpg").read_bytes()[:3] == b"\xff\xd8\xff"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_core_accepts_the_graph(name, core_nodes):
-    if name in LATER and not {node["class_type"] for node in graph(name).values()} <= core_nodes.keys():
+def test_core_accepts_the_graph(name, prompts):
+    if name in LATER and not {node["class_type"] for node in graph(name).values()} <= nodes.NODE_CLASS_MAPPINGS.keys():
         pytest.skip("this core does not have its nodes")
-    assert validate(graph(name)) == (True, {})
+    assert prompts.refused(graph(name)) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_graph_names_every_widget_of_our_nodes_and_no_other_input(name, core_nodes):
+def test_a_graph_names_every_widget_of_our_nodes_and_no_other_input(name, prompts):
     ours = {key: node for key, node in graph(name).items() if node["class_type"].startswith("Accel")}
     assert ours
     for node in ours.values():
-        inputs = core_nodes[node["class_type"]].define_schema().inputs
+        inputs = nodes.NODE_CLASS_MAPPINGS[node["class_type"]].define_schema().inputs
         # What is optional and has no widget is named only where it is connected.
         needed = {declared.id for declared in inputs if isinstance(declared, io.WidgetInput) or not declared.optional}
         assert needed <= set(node["inputs"]) <= {declared.id for declared in inputs}
