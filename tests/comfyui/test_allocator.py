@@ -14,6 +14,8 @@ from dev.tools.client import Client
 from dev.tools.comfyui import make_base, offer_checkpoint
 from dev.tools.server import serving
 
+pytestmark = pytest.mark.thorough  # servers of their own; what is chosen when is in unit/test_prestartup.py
+
 OURS, CORES = "native", "cudaMallocAsync"
 NO_NODES = "NODE_CLASS_MAPPINGS = {}\n"
 WITHOUT_VALUES = f"""
@@ -102,7 +104,6 @@ async def restart(request):
 """As ComfyUI-Manager does: in its place, with the environment that it has by then."""
 
 
-@pytest.mark.thorough
 def test_a_click_counts_after_a_restart_by_manager(start):
     after = []
 
@@ -119,7 +120,6 @@ def test_a_click_counts_after_a_restart_by_manager(start):
     assert after == ["graphs_on"]
 
 
-@pytest.mark.thorough
 def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
     prompt = workflow.change(
         workflow.load(),
@@ -145,7 +145,6 @@ def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
     assert "turn on CUDA graphs in the Accel tab, or set ACCEL_CUDA_GRAPHS=on" in why["reason"]
 
 
-@pytest.mark.thorough
 def test_torch_that_another_pack_has_imported_keeps_its_allocator(start):
     """Cores that choose after that end by themselves, but where CUDA graphs are turned on."""
     main = (comfyui.tree() / "main.py").read_text(encoding="utf-8")
@@ -154,7 +153,6 @@ def test_torch_that_another_pack_has_imported_keeps_its_allocator(start):
     assert found == ((CORES, "graphs_torch_loaded") if is_late else (OURS, "graphs_on"))
 
 
-@pytest.mark.thorough
 def test_without_a_card_nothing_is_changed_or_offered(start):
     _, code, log = start("--cpu", ACCEL_CUDA_GRAPHS="on")
     assert code == "graphs_nowhere" and "Accel: CUDA graphs" not in log
