@@ -1,21 +1,11 @@
 """Resolution Snap and Restore as nodes of a real ComfyUI, with a small VAE of its own in between."""
 
-import comfy.ldm.models.autoencoder
-import comfy.sd
 import pytest
 import torch
 from kit import real_prompts, tiny_models
 from kit.real_prompts import give, keep
 from kit.thorough import thorough_except
-from kit.tiny_models import randomize
 
-VAE_CONFIG = {
-    "ddconfig": {
-        **{"double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32},
-        **{"ch_mult": [1, 1, 1, 1], "num_res_blocks": 0, "attn_resolutions": [], "dropout": 0.0},
-    },
-    "embed_dim": 4,
-}
 SIZES = [(64, 64), (264, 264), (333, 97), (480, 270), (720, 960), (1000, 264), (2047, 257)]
 QUICK = SIZES[:3]
 
@@ -23,13 +13,6 @@ QUICK = SIZES[:3]
 @pytest.fixture
 def prompts(monkeypatch, tmp_path):
     return real_prompts.prompts(monkeypatch, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def vae():
-    model = comfy.ldm.models.autoencoder.AutoencoderKL(**VAE_CONFIG)
-    randomize(model)
-    return comfy.sd.VAE(sd=model.state_dict(), config={"params": VAE_CONFIG}, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
