@@ -96,6 +96,11 @@ def test_largest_run_that_is_possible_is_not_refused():
     assert parse_runs("1024x1024", "1, 64", "")[1] == [1, 64]
 
 
+def test_too_many_runs_are_refused(small):
+    with pytest.raises(ValueError, match="2000 runs"):
+        warm_up(small, tiny_models.conditioning(), [Size(64, 64)] * 50, list(range(1, 41)))
+
+
 def test_clearing_drops_graphs_and_frees_them(small, sample):
     sample(accelerate(small, EAGER), 64, 64)
     graphs = [weakref.ref(graph) for entry in shared._entries.values() for graph in entry.graphs]
