@@ -17,5 +17,5 @@ export function machineSection() {
 }
 
 function row(part) {
-  return [h("dt", { text: t(`machine ${part.name}`) }), h("dd", { text: reasonText(part) })];
+  return [h("dt", { text: t(`machine_${part.name}`) }), h("dd", { text: reasonText(part) })];
 }

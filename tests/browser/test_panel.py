@@ -278,7 +278,7 @@ ANSWERS = {
             "last_run": {**UNCOMPILED, "account": {"worked": 9.2, "gain": []}, "lines": {"3": [NOT_COMPILED]}},
             "machine": [
                 machine_part("Device", "device", name="RTX"),
-                machine_part("Compiling", "compiles_not", why=MISSING),
+                LACKING,
             ],
         },
         {

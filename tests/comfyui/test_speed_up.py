@@ -52,7 +52,7 @@ def test_exact_is_the_same_image_and_says_that_nothing_was_compiled(by_hand):
     model = tiny_models.small_unet()
     plain = sample(model, 64, 64, steps=4)
     assert torch.equal(sample(sped_up(model, "Exact"), 64, 64, steps=4), plain)
-    assert said() == "traced but uncompiled (backend eager)"
+    assert said() == "Exact 64×64 · traced but uncompiled (backend eager)"
 
 
 @pytest.mark.parametrize(("quality", "by_hand"), [("Balanced", {}), ("Fast", {"quality": "Fast"})])
@@ -234,7 +234,8 @@ def test_of_several_nodes_on_the_way_the_one_at_work_has_the_line(lines, monkeyp
     }
     assert lines(graph, "15") == ["7", "10", "8"]
     said = {node: [part.code for part in line] for node, line in records.last().lines.items()}
-    assert said == {"7": ["line_traced"], "10": ["line_traced"], "8": ["line_none_skipped"]}
+    traced = ["line_image", "line_traced"]
+    assert said == {"7": traced, "10": traced, "8": ["line_size", "line_none_skipped"]}
 
 
 def test_two_controlnets_with_equal_inputs_each_know_their_node(prompts, monkeypatch):

@@ -255,7 +255,8 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
 
 def machine_part(part: str, code: str, **fields: Any) -> dict[str, Any]:
     """What the state says of a part of the machine."""
-    return {"name": part, "code": code, "fields": fields, "reason": words.SENTENCES[code].format(**fields)}
+    texts = {name: value["reason"] if isinstance(value, dict) else value for name, value in fields.items()}
+    return {"name": part, "code": code, "fields": fields, "reason": words.SENTENCES[code].format(**texts)}
 
 
 def graphs(code: str, choice: str = "ask", **fields: str) -> dict[str, Any]:
