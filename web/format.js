@@ -70,7 +70,7 @@ export function seconds(value) {
 function quantity(value, unit, digits) {
   const unitDisplay = unit === "second" ? "narrow" : "short"; // 14 s, not 14 sec
   const options = { style: "unit", unit, unitDisplay, maximumFractionDigits: digits };
-  return format(Intl.NumberFormat, options).format(value).replace(/(\d)s$/, "$1 s");
+  return format(Intl.NumberFormat, options).format(value).replace(/(\d)(s|秒)$/, "$1 $2");
 }
 
 /** How long ago a time is, in words. time: seconds since 1970 */
