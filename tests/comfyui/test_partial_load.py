@@ -53,7 +53,10 @@ def test_blocks_that_are_loaded_whole_run_compiled_on_the_same_graphs_and_the_ot
         whole = load(patched, share)
         assert whole <= all_blocks and (whole == all_blocks) == (share == 1)
         assert ran_compiled(patched, cache) == whole
-    assert graphs() == compiled > 0 and fallbacks.rows() == []
+    assert graphs() == compiled > 0
+    assert {row["fields"]["what"].partition(", ")[2] for row in fallbacks.rows()} == {
+        "since the model is loaded in part"
+    }
     patched.detach()
 
 
