@@ -265,7 +265,7 @@ class ModelCapture:
         # The dry run calls the model once more, which must leave no trace; on the device it ends before there is one.
         state = self._guard.weights.state() if is_due and progress.constants is None else None
         self._observer.reset()
-        with proxy.copied() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
+        with proxy.captured() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
             alone = functools.partial(self._alone, inner, args, kwargs)
             out, device_waited = self._pool.capturer.timed(device, alone) if is_due else (alone(), None)
         progress.resident_before = held if self._observer.is_stable and self._host.unchanged() else None

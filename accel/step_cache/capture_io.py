@@ -40,14 +40,14 @@ class FeaturesProxy:
     """
 
     def __init__(self, features: Features, keys: Sequence[BranchKey], skips: bool):
-        self._features, self._keys, self._skips = features, keys, skips
+        self.run, self._features, self._keys, self._skips = features.run, features, keys, skips
         self._io: CaptureIO | None = None
         self._copies: CaptureIO | None = None
 
     @property
     def is_capturable(self) -> bool:
         """Whether the call does the same as every other call of its phase."""
-        return self._features.split.is_stable and (self._skips or self._features.run.is_full)
+        return self._features.split.is_stable and (self._skips or self.run.is_full)
 
     @property
     def phase(self) -> Hashable:
@@ -60,30 +60,20 @@ class FeaturesProxy:
         return {part: self._features.gather(self._keys, part) for part in parts}
 
     @contextmanager
-    def captured(self, features: dict[Hashable, torch.Tensor]) -> Iterator[CaptureIO]:
-        """Within the context the call exchanges features with the CaptureIO instead of the run."""
-        self._io = CaptureIO(features)
+    def captured(self, features: dict[Hashable, torch.Tensor] | None = None) -> Iterator[CaptureIO]:
+        """Within the context the call exchanges features with the CaptureIO instead of the run; None: with the run, and
+        the CaptureIO gets what it stores, too."""
+        io = CaptureIO(features or {})
+        self._io, self._copies = (None, io) if features is None else (io, None)
         try:
-            yield self._io
+            yield io
         finally:
-            self._io = None
-
-    @contextmanager
-    def copied(self) -> Iterator[CaptureIO]:
-        """Within the context the CaptureIO gets what the call stores, too."""
-        self._copies = CaptureIO()
-        try:
-            yield self._copies
-        finally:
-            self._copies = None
+            self._io = self._copies = None
 
     def deliver(self, io: CaptureIO, tensors: Sequence[torch.Tensor]) -> None:
         """Store the outputs of a replay, which are copied: the next replay overwrites them."""
         for part, tensor in zip(io.parts, tensors, strict=True):
             self._features.exchange(self._keys, tensor, part)
-
-    def run_in_full(self, reason: str) -> None:
-        self._features.run_in_full(reason)
 
     def cannot_keep(self, error: Exception) -> None:
         """See `Features.cannot_keep`; raises `error` within a capture, which would lack the feature ever after."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class Features:
         self.run, self.split = run, split
         self._histories: dict[tuple[BranchKey, Hashable], History] = {}
         self._parts: set[Hashable] = set()
-        self._occurrences: Counter[BranchKey] = Counter()
+        self._occurrences: Counter[Hashable] = Counter()
 
     @property
     def bytes(self) -> int:
@@ -130,9 +130,6 @@ class Features:
     def forget(self) -> None:
         self._histories.clear()
 
-    def run_in_full(self, reason: str) -> None:
-        self.run.run_in_full(reason)
-
     def branches(
         self, x: torch.Tensor, uuids: Sequence[Hashable], cond_indices: Sequence[int], variant: Hashable
     ) -> list[BranchKey] | None:
@@ -146,10 +143,9 @@ class Features:
         shape = (x.shape[0] // chunks, *x.shape[1:])
         keys = []
         for uuid, cond_index in zip(uuids, cond_indices, strict=True):
-            first = BranchKey(uuid, cond_index, variant, shape, x.dtype, x.device, 0)
-            before = self._occurrences[first]
-            keys.append(replace(first, occurrence=before) if before else first)
-            self._occurrences[first] = before + 1
+            branch = uuid, cond_index, variant, shape, x.dtype, x.device
+            keys.append(BranchKey(*branch, self._occurrences[branch]))
+            self._occurrences[branch] += 1
         return keys
 
     def _has_all(self, key: BranchKey) -> bool:

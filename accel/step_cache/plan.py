@@ -59,7 +59,6 @@ class QualityPlan:
         """Full step → how far predictions bend there: its error over its `_line_error`."""
         self._skipped: dict[int, float] = {}
         """Full step → the cost of what was skipped before it."""
-        self._costs: dict[tuple[int, int, int], float] = {}
         self._cheapest: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def skips(self, step: int) -> bool:
@@ -122,17 +121,13 @@ class QualityPlan:
     def _cost(self, full: int, gap: int, after: int) -> float:
         """The cost of skipping all steps from `full`, `gap` steps after the one before, up to `after`. Their errors
         point the same way."""
-        key = full, gap, after
-        if key not in self._costs:
-            is_corrected = self._facts.response is not None and after < self._facts.steps
-            error = 0.0
-            for step in range(full + 1, after):
-                line_error = self._line_error(step, full, full - gap)
-                if is_corrected:
-                    line_error += CORRECTED * (self._line_error(step, full, after) - line_error)
-                error += (REACHES_IMAGE if after < self._facts.steps else 1.0) * self._facts.gain(step) * line_error
-            self._costs[key] = error**2
-        return self._costs[key]
+        is_followed, error = after < self._facts.steps, 0.0
+        for step in range(full + 1, after):
+            line_error = self._line_error(step, full, full - gap)
+            if is_followed and self._facts.response is not None:
+                line_error += CORRECTED * (self._line_error(step, full, after) - line_error)
+            error += (REACHES_IMAGE if is_followed else 1.0) * self._facts.gain(step) * line_error
+        return error**2
 
     def _line_error(self, step: int, one: int, other: int) -> float:
         """The error of a line through two full steps, for a curvature of 1.

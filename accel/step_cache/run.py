@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from ..core.errors import one_line
 from ..core.events import log
 from ..core.sentences import NOISE_UNSEEN
 from .config import DeepCacheSettings
-from .correction import Correction
+from .correction import FOLLOW_RATIO, Correction, Evaluation, FullEvaluations
 from .features import Features
 from .noise_levels import angle, in_window, is_in_order, step_of, stretch_of
-from .predictions import FOLLOW_RATIO, Evaluation, FullEvaluations
 from .sampler_facts import SamplerFacts
 
 FULL, SKIPPED = "FS"
@@ -31,12 +29,6 @@ FULL, SKIPPED = "FS"
 
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own."""
-
-
-class Mode(Enum):
-    """What an evaluation is. PLAIN: nothing is stored and nothing skipped."""
-
-    PLAIN, FULL, SKIPPED = range(3)
 
 
 class DeepCacheRun:
@@ -64,8 +56,10 @@ class DeepCacheRun:
         self.facts = facts = facts if can_correct else replace(facts, response=None)
         self.why_full: str | None = None
         """Why the rest of the run is computed in full, whatever the plan says."""
-        self.step, self.angle, self.mode = 0, 0.0, Mode.PLAIN
-        """The current evaluation: its step, its noise level as an angle, and how it runs."""
+        self.step, self.angle = 0, 0.0
+        """The current evaluation: its step, its noise level as an angle."""
+        self.is_full: bool | None = None
+        """Whether the current evaluation is full, or skipped; None: nothing is stored and nothing skipped."""
         self.last_full = -1
         """The last full step."""
         self._find, self._window, self._changes = find, window, sorted(changes)
@@ -98,7 +92,7 @@ class DeepCacheRun:
     def begin(self, level: float) -> None:
         """Note that the sampler asks for a prediction at this noise level; the first one of a step decides for all."""
         self._calls.clear()
-        for features in filter(None, self._models.values()):
+        for features in self._features:
             features.begin_evaluation()
         self._evaluations += 1
         if not self.facts.steps:
@@ -113,9 +107,9 @@ class DeepCacheRun:
             if not self._is_skipped[step]:
                 self.plan.note_full(step)
         is_other, self.step = step != self.step or self._is_new, step
-        self.mode = Mode.SKIPPED if self._is_skipped[step] else Mode.FULL
-        if is_other and self.mode is Mode.FULL:
-            for features in filter(None, self._models.values()):
+        self.is_full = not self._is_skipped[step]
+        if is_other and self.is_full:
+            for features in self._features:
                 features.start_cycle(step if self.last_full < 0 else min(self.last_full, step))
             self.last_full = step
 
@@ -124,7 +118,7 @@ class DeepCacheRun:
 
         latent: what it is of. level: its noise level, as the sampler has it. scale: of the guidance.
         """
-        if self.mode is Mode.PLAIN or self.why_full is not None and self._correction is None:
+        if self.is_full is None or self.why_full is not None and self._correction is None:
             return prediction
         if len(set(self._calls)) != 1:
             # Another cache answered, or only some calls were skipped: what is true is no longer known.
@@ -146,8 +140,8 @@ class DeepCacheRun:
             self.plan.note_shown(self.step, error)
         if self._correction is not None:
             given = self._correction.corrected(now, not is_full, is_other)
-            if self._correction.is_over:
-                self._correction = None
+            if given is None:
+                given, self._correction = prediction, None
         if self._is_new and is_full:
             self._full.add(now)
         return given
@@ -171,8 +165,13 @@ class DeepCacheRun:
             self.run_in_full(f"whether to skip a step cannot be judged ({one_line(error)})")
             return False
 
+    @property
+    def _features(self) -> list[Features]:
+        """Of all models that have a split."""
+        return list(filter(None, list(self._models.values())))
+
     def _forget(self) -> None:
-        for features in filter(None, list(self._models.values())):
+        for features in self._features:
             features.forget()
 
     def _go_back(self) -> None:
@@ -202,22 +201,17 @@ class DeepCacheRun:
     @property
     def caches(self) -> bool:
         """Whether the calls of the current evaluation store or take features."""
-        return self.why_full is None and self.mode is not Mode.PLAIN
-
-    @property
-    def is_full(self) -> bool:
-        return self.mode is Mode.FULL
+        return self.why_full is None and self.is_full is not None
 
     @property
     def leaves_controls_out(self) -> bool:
         """Whether the current evaluation's calls, as far as they can be skipped, read nothing that ControlNets give."""
-        known = [features.split for features in self._models.values() if features is not None]
-        return self.caches and not self.is_full and not any(split.takes_control for split in known)
+        return self.caches and not self.is_full and not any(one.split.takes_control for one in self._features)
 
     def count(self, skipped: bool) -> None:
         """Count a finished model call; a step with one skipped call is a skipped step."""
         self._calls.append(skipped)
-        if self.mode is not Mode.PLAIN:
+        if self.is_full is not None:
             self._counted[self.step] = self._counted.get(self.step, False) or skipped
 
     def run_in_full(self, reason: str, error: Exception | None = None) -> None:
@@ -252,12 +246,12 @@ class DeepCacheRun:
     @property
     def bytes(self) -> int:
         """The size of all features that are kept."""
-        return sum(features.bytes for features in self._models.values() if features is not None)
+        return sum(features.bytes for features in self._features)
 
     @property
     def skipped_work(self) -> float:
         """The share of the run's work that was left out, by estimate."""
-        share = next((features.split.shallow_share for features in self._models.values() if features is not None), 0.0)
+        share = next((features.split.shallow_share for features in self._features), 0.0)
         return self.skipped_steps * (1 - share) / max(len(self._counted), 1)
 
     def close(self) -> None:
@@ -266,4 +260,4 @@ class DeepCacheRun:
         self._models.clear()
         self._full.known.clear()
         self._correction = None
-        self.mode = Mode.PLAIN
+        self.is_full = None

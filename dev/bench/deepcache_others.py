@@ -60,9 +60,6 @@ class _Kept(dict):
     def cannot_keep(self, error: Exception) -> None:
         raise error
 
-    def run_in_full(self, reason: str) -> None:
-        raise RuntimeError(reason)
-
 
 class Rule:
     """Around the model's calls in one image. `changed` is the signal's change since `known`, a share of that."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from comfy_accel.accel.step_cache import correction, sampler_facts
 from comfy_accel.accel.step_cache.noise_levels import angle
-from comfy_accel.accel.step_cache.predictions import Evaluation, FullEvaluations
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.sampler_facts import measured
 from kit.sampling import SCHEDULE, heun, sampler
@@ -108,10 +107,10 @@ def test_step_that_hardly_uses_its_prediction_leaves_it_to_the_next(monkeypatch)
 
 def test_predictions_are_taken_to_follow_the_latent_half_way():
     latent, moved = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    full = FullEvaluations()
+    full = correction.FullEvaluations()
     for index, place in enumerate((1.2, 1.1)):
-        full.add(Evaluation(index, place, 2.0, latent, torch.zeros_like(latent)))
-    error = full.error_of(Evaluation(2, 1.0, 2.0, latent + moved, moved / 2))
+        full.add(correction.Evaluation(index, place, 2.0, latent, torch.zeros_like(latent)))
+    error = full.error_of(correction.Evaluation(2, 1.0, 2.0, latent + moved, moved / 2))
     assert error.item() < 1e-6
 
 

@@ -35,14 +35,13 @@ The residuals of other models stay: adding them costs little, and what is added 
 class Span:
     """The blocks of one list, which a skipped step leaves out.
 
-    streams: the token streams of its blocks; None until a full call has shown them. has_residual: whether the run was
-    given a residual of it. is_excluded: whether its blocks run on every step. was_placed: whether a full call was made.
+    streams: the token streams of its blocks; None until the run was given a residual of each. is_excluded: whether its
+    blocks run on every step. was_placed: whether a full call was made.
     """
 
     found: BlockList
     finder: StreamFinder = field(default_factory=StreamFinder)
     streams: Streams | None = None
-    has_residual: bool = False
     is_excluded: bool = False
     was_placed: bool = False
 
@@ -79,11 +78,11 @@ class DiTSplit:
     @property
     def is_stable(self) -> bool:
         """Whether the token streams of all spans are known."""
-        return all(span.is_excluded or span.has_residual for span in self.spans)
+        return all(span.is_excluded or span.streams for span in self.spans)
 
     @property
     def parts(self) -> tuple[Hashable, ...]:
-        return tuple(span.part(name) for span in self.spans if span.has_residual for name in span.streams.tensors)
+        return tuple(span.part(name) for span in self.spans if span.streams for name in span.streams.tensors)
 
     @property
     def layout(self) -> Hashable:
@@ -104,15 +103,14 @@ class DiTSplit:
         return layers
 
     def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """See `Split.skip_layers`. They raise RuntimeError for a patch in the place of the first skipped block, and
+        """As `UNetSplit.skip_layers`. They raise RuntimeError for a patch in the place of the first skipped block, and
         OutdatedFeature for another shape than that of the last full call, as where reference tokens are left out from
         the second step on."""
-        spans = [span for span in self.spans if span.has_residual]
-        self._calls = [_SkippedCall(span, features, keys) for span in spans]
+        self._calls = [_SkippedCall(span, features, keys) for span in self.spans if span.streams]
         return {block: partial(call, block) for call in self._calls for block in call.span.blocks}
 
     def check_done(self) -> None:
-        """See `Split.check_done`: a patch may stand in the place of the last block."""
+        """As `UNetSplit.check_done`: a patch may stand in the place of the last block."""
         calls, self._calls = self._calls, ()
         for call in calls:
             if call.inputs is not None and not call.is_done:
@@ -126,7 +124,7 @@ class DiTSplit:
         kept = {name: list(values) if isinstance(values, list) else values for name, values in control.items()}
         for span in self.spans:
             residuals = kept.get(_CONTROLS.get(span.found.path))
-            if span.has_residual and residuals is not None:
+            if span.streams and residuals is not None:
                 for index in range(min(len(span.blocks) - 1, len(residuals))):
                     residuals[index] = None
         return kept
@@ -137,11 +135,11 @@ class DiTSplit:
 
     def exclude(self, span: Span, features: Features, reason: str) -> None:
         """Run the blocks of `span` on every step from now on."""
-        span.is_excluded, span.has_residual = True, False
+        span.is_excluded, span.streams = True, None
         self._measure_share()
         message = f"cannot skip {span.found.path} of {type(self.model).__name__}: {reason}"
         if all(other.is_excluded for other in self.spans):
-            features.run_in_full(message)
+            features.run.run_in_full(message)
         else:
             log.warning("DeepCache: %s.", message)
 
@@ -238,7 +236,7 @@ class _FullCall:
             # MiniMax H3's tokens [S, C] are of one image and have no batch.
             if tensor.shape[span.batch_dim(tensor)] != rows and (rows, tensor.ndim) != (1, 2):
                 raise NoStreams(f"{name} {list(tensor.shape)} does not have the latent's batch of {rows}")
-        span.streams, span.has_residual = streams, True
+        span.streams = streams
         # `before` and the residuals are tensors of ours that nobody writes to, so the run takes them as they are.
         is_replaced = False
         for name, tensor in after.items():

@@ -3,50 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ...core.sentences import counted
 from ...modules.blocks import trunk_of
-from ...modules.substitution import Layer
-from ..features import BranchKey, Features
 from .dit import DiTSplit, has_dit_layout
 from .unet import DownUpUNetSplit, UNetSplit, has_down_up_layout, has_unet_layout
 
-
-class Split(Protocol):
-    """How the calls of one model store features and are skipped, for one run. `features` may be a FeaturesProxy."""
-
-    model: torch.nn.Module
-    parts: Sequence[Hashable]
-    """The features that a skipped call reads."""
-    layout: Hashable
-    """Tells this split from others of the model."""
-    shallow_share: float
-    """Share of the model's work that a skipped call costs, by estimate."""
-    takes_control: bool
-    """Whether a skipped call reads what ControlNets give."""
-    sees_noise: bool
-    """Whether what a skipped call gives has the noise in it that the sampler has added since the last full one."""
-    is_stable: bool
-    """Whether calls of one phase do the same from now on."""
-
-    def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a full call: they store its features."""
-
-    def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a skipped call: stored features stand for what blocks compute.
-
-        They raise OutdatedFeature where a full call would renew the features, RuntimeError where skipping fails.
-        """
-
-    def check_done(self) -> None:
-        """Raise RuntimeError where the skipped call that is over went on without a feature."""
-
-    def withhold(self, control: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """A copy of `control` without the ControlNet residuals that a skipped call must not add."""
+Split = UNetSplit | DiTSplit
+"""How the calls of one model store features and are skipped, for one run."""
 
 
 def find_split(model: Any) -> Split | None:

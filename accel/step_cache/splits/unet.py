@@ -25,12 +25,17 @@ class UNetSplit:
     """A UNet with `input_blocks`, a `middle_block` (may be None) and as many `output_blocks`."""
 
     is_stable = True
+    """Whether calls of one phase do the same from now on."""
     parts = (0,)
+    """The features that a skipped call reads."""
     layout = "unet"
+    """Tells this split from others of the model."""
     shallow_share = 0.0
+    """Share of the model's work that a skipped call costs, by estimate."""
     sees_noise = False
+    """Whether what a skipped call gives has the noise in it that the sampler has added since the last full one."""
     takes_control = False
-    """Residuals are added before the last output block, which computes nothing."""
+    """Whether a skipped call reads what ControlNets give, which is added before the last block."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
@@ -46,20 +51,25 @@ class UNetSplit:
         return layers
 
     def check_done(self) -> None:
-        """Do nothing: patches have no place in front of the last layer."""
+        """Raise RuntimeError where the skipped call that is over went on without a feature. Patches have no place in
+        front of the last layer."""
 
     def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        """The layers to substitute for a full call: they store its features. features: may be a FeaturesProxy."""
         return {
             self.source: _for_tuples(lambda inner, *args, **kwargs: features.exchange(keys, inner(*args, **kwargs)))
         }
 
     def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        """The same for a skipped call: stored features stand for what blocks compute. They raise OutdatedFeature where
+        a full call would renew these, RuntimeError where skipping fails."""
         layers = dict.fromkeys(self.silent, _for_tuples(_pass_nothing))
         # Patches may work in place on what the first one gives, and its `x` is the latent.
         layers[self.silent[0]] = _for_tuples(lambda *args, **kwargs: _pass_nothing(*args, **kwargs).clone())
         return {**layers, self.source: _for_tuples(lambda *args, **kwargs: features.gather(keys))}
 
     def withhold(self, control: Any) -> Any:
+        """A copy of `control` without what a skipped call must not add."""
         return None
 
 
