@@ -27,6 +27,7 @@ from comfy_extras import nodes_model_patch
 
 import nodes
 from kit.controls import network, taesd, wan_vae
+from kit.core_families import OTHERS
 from kit.families import DITS, FAMILIES, Shapes, TinyFamily
 from kit.other_nodes import VIDEO, caller, find
 from kit.tiny_models import UNET, Family, conditioning, lora, randomize
@@ -144,18 +145,6 @@ _SUPIR_XL = UNET | {
     "num_head_channels": 64,
     "use_linear_in_transformer": True,
 }
-_CASCADE = dict(
-    stable_cascade_stage="c", c_hidden=[64, 64], c_cond=64, nhead=[2, 2], blocks=[[1, 2], [2, 1]], c_clip_text=48
-)
-_O1 = dict(
-    text_config_overrides=dict(
-        **dict(vocab_size=151936, hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=2),
-        **dict(num_key_value_heads=1, head_dim=32, rope_dims=[6, 5, 5]),
-    ),
-    vision_config_overrides=dict(
-        hidden_size=32, num_heads=2, intermediate_size=48, depth=1, num_position_embeddings=16
-    ),
-)
 _TRIPO = dict(
     **dict(q_token_length=48, model_channels=64, num_head_channels=32, cond_channels=48, num_blocks=5),
     **dict(num_refiner_blocks=1, cond2_channels=16),
@@ -177,11 +166,6 @@ def first_frame(shapes: Shapes, noise: Noise) -> Inputs:
     return {"concat_latent_image": noise(1, *shapes[0]), "concat_mask": noise(1, 1, *shapes[0][1:])}
 
 
-def driven(shapes: Shapes, noise: Noise) -> Inputs:
-    channels, frames, *sides = shapes[0]
-    return first_frame(shapes, noise) | {"pose_video_latent": noise(1, channels, frames - 1, *sides)}
-
-
 _UNET_FAMILY = TinyFamily(Family("UNet", "SD15", _UNET, 768), _PICTURE)
 
 _ALL = FAMILIES | {
@@ -195,7 +179,7 @@ _ALL = FAMILIES | {
         tokens=(1, 1),
     ),
     "SDXL": TinyFamily(family("SDXL", _SUPIR_XL, 2048, 1280), _PICTURE),
-    "Stable Cascade": TinyFamily(family("Stable_Cascade_C", _CASCADE, 48, 1280), (((16, 12, 12),), ((16, 10, 16),))),
+    "Stable Cascade": OTHERS["Stable Cascade C"],
     "Chroma Radiance": TinyFamily(family("ChromaRadiance", RADIANCE, pooled=32), (((3, 96, 96),), ((3, 64, 128),))),
     "Flux, no CFG": dataclasses.replace(FAMILIES["Flux"], cfg=1.0),
     "Flux Kontext, two pictures": dataclasses.replace(FAMILIES["Flux Kontext"], extras=lambda shapes, noise: {}),
@@ -212,21 +196,9 @@ _ALL = FAMILIES | {
     ),
     "Anima, even": dataclasses.replace(FAMILIES["Anima"], sizes=_EVEN_FRAME, needs="comfy.ldm.anima.lllite"),
     "LTXV, long": dataclasses.replace(FAMILIES["LTXV"], sizes=_LONG, needs="comfy.ldm.lightricks.av_model"),
-    "Wan Animate 2": TinyFamily(
-        family("WAN_Animate2", _WAN | {"model_type": "animate2", "in_dim": 36, "out_dim": 16}),
-        _SAME_FRAMES,
-        driven,
-        needs="comfy.ldm.wan.model_animate2",
-    ),
-    "Wan, causal": TinyFamily(
-        family("WAN21_CausalAR_T2V", _WAN), _SAME_FRAMES, cfg=1.0, needs="comfy.ldm.wan.ar_model"
-    ),
-    "HiDream-O1": TinyFamily(
-        family("HiDreamO1", _O1),
-        (((3, 96, 96),), ((3, 96, 128),)),
-        lambda shapes, noise: {"text_input_ids": torch.arange(7)[None]},
-        needs="comfy.ldm.hidream_o1.model",
-    ),
+    "Wan Animate 2": OTHERS["Wan Animate 2"],
+    "Wan, causal": dataclasses.replace(OTHERS["Wan causal"], sizes=_SAME_FRAMES, cfg=1.0),
+    "HiDream-O1": dataclasses.replace(OTHERS["HiDream-O1"], sizes=(((3, 96, 96),), ((3, 96, 128),))),
     "TripoSplat": TinyFamily(
         family("TripoSplat", _TRIPO),
         (((48, 16), (1, 5)), ((48, 16), (1, 5))),
