@@ -46,18 +46,21 @@ export function tellFallback(fallback) {
   waiting.push(fallback);
 }
 
+/** The reason as the beginning of a sentence, whatever it ends with. */
+const clause = (fallback) => reasonText(fallback).replace(/\.+$/, "");
+
 async function tellWaiting() {
   await loadTexts();
   const now = waiting;
   waiting = [];
   const ofAll = now.find((fallback) => fallback.of_all);
   if (ofAll) {
-    toast("warn", t("nothingCompiledToast"), t("nothingCompiledDetail", { reason: reasonText(ofAll) }));
+    toast("warn", t("nothingCompiledToast"), t("nothingCompiledDetail", { reason: clause(ofAll) }));
   } else if (now.length > MOST_SINGLE) {
     toast("warn", t("fallbackToast"), t("fallbackManyDetail", { number: count(now.length) }));
   } else {
     for (const fallback of now) {
-      const values = { block: fallback.block, reason: reasonText(fallback) };
+      const values = { block: fallback.block, reason: clause(fallback) };
       toast("warn", t("fallbackToast"), t("fallbackDetail", values));
     }
   }

@@ -46,7 +46,7 @@ def one_line(error: BaseException) -> str:
     """
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    return f"{type(error).__name__}: {lines[-1] if lines[0].endswith(':') else lines[0]}"[:300].rstrip(".")
+    return f"{type(error).__name__}: {lines[-1] if lines[0].endswith(':') else lines[0]}"[:300]
 
 
 def without_frames(error: AnyError) -> AnyError:
