@@ -21,7 +21,7 @@ from dev.tools import command, pack
 from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
 
-from . import pictures, report, similarity
+from . import report, similarity
 
 NETWORKS = ("unet", "dit", "mmdit", "vpred")
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "ddim", "euler_ancestral", "uni_pc")
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     help = f"as well: {', '.join(OTHERS)}, each at the work of {LEVELS[0]}"
     parser.add_argument("--others", action="store_true", help=help)
     parser.add_argument("--merge", action="store_true", help="keep the rows in --out that this run does not measure")
-    parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plot")
+    parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows and page")
     options = parser.parse_args(arguments)
     comfyui = boot(cpu=not has_accelerator())
     file = options.out / "deepcache.json"
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     for path in filter(None, (file, options.json)):
         report.write(path, found, comfyui)
     print(save(options.out, found))
-    print(f"Rows, page and plot: {options.out}")
+    print(f"Rows and page: {options.out}")
 
 
 class Bench:
@@ -376,6 +376,7 @@ def beside_others(rows: Sequence[report.Row]) -> list[report.Row]:
 def by_steps(rows: Sequence[report.Row], way: str) -> list[report.Row]:
     """One row for each sort of networks and sampler: by number of steps the share of FLOPs, the mean and the worst."""
     own, table = cells([row for row in rows if row["way"] == way and row["network"] in NETWORKS]), []
+    own = [cell for cell in own if cell["sampler"] != "ddim"]  # as euler
     for sort, sampler in dict.fromkeys((_sort(cell["network"]), cell["sampler"]) for cell in own):
         line: report.Row = {"networks": sort, "sampler": sampler}
         for steps in sorted({cell["steps"] for cell in own}):
@@ -404,12 +405,11 @@ def _cell(found: Sequence[report.Row]) -> str | None:
 
 
 LEGEND = f"""\
-**FLOPs** are the floating-point operations of convolutions, matrix products and attention that really ran, counted
-layer by layer, as a share of the uncached run's. **dB** is the PSNR of the final latent to the uncached run's, with its
-own range of values as the peak. Images are made one at a time, at {SIDE}×{SIDE} latent places. *Over fewer steps*: the
-same sampler with as many steps as the way's FLOPs are worth, and nothing cached, against the same uncached run. A cell
-is a network, sampler, number of steps and CFG. FLOPs are over all cells; cells in which nothing was skipped are left
-out of the means of dB, since images without a difference have none."""
+**FLOPs** are those of convolutions, matrix products and attention that really ran, as a share of the uncached run's.
+**dB** is the PSNR of the final latent to the uncached run's, with its own range of values as the peak. Images are made
+one at a time, at {SIDE}×{SIDE} latent places. *Over fewer steps*: the same sampler with as many steps as the FLOPs are
+worth, and nothing cached, against the same uncached run. A cell is a network, sampler, number of steps and CFG. FLOPs
+are over all cells; those in which nothing was skipped are left out of the means of dB."""
 
 
 MARK = "<!-- Below: written by dev.py bench deepcache. -->"
@@ -419,49 +419,25 @@ INTRODUCTION = """\
 Written by `dev.py bench deepcache --out docs` on four small networks that were trained for it: a UNet of SD1.5's kind
 ([toy_unet.md](../dev/bench/data/toy_unet.md)), a DiT of Flux's ([toy_dit.md](../dev/bench/data/toy_dit.md)),
 an MMDiT of SD3's ([toy_mmdit.md](../dev/bench/data/toy_mmdit.md)) and a UNet with v-prediction
-([toy_vpred.md](../dev/bench/data/toy_vpred.md)). Checkpoints of full size were not measured:
-`dev.py bench quality --checkpoint FILE` does that with yours. Each image: `deepcache.json`. What it comes to:
-[measurements.md](measurements.md#deepcache)."""
+([toy_vpred.md](../dev/bench/data/toy_vpred.md)). `dev.py bench quality --checkpoint FILE` measures a checkpoint of
+yours. Each image: `deepcache.json`. What it comes to: [measurements.md](measurements.md#deepcache)."""
 
 
 def save(folder: Path, rows: Sequence[report.Row]) -> str:
-    """Write page and plot to `folder`, below what is written by hand there; return what to print."""
+    """Write the page to `folder`, below what is written by hand there; return what to print."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"All cells, by network": overview(rows), "Target against reached": kept(rows)}
     tables["Share of the oracle's saving"] = of_oracle(rows)
     tables["Others at equal work"] = beside_others(rows)
     tables["Balanced, by sampler and steps"] = by_steps(rows, "Balanced")
     shown = {title: report.markdown(table, list(max(table, key=len))) for title, table in tables.items() if table}
-    _plot(folder / "deepcache.png", rows)
     file, head = folder / "deepcache.md", f"# DeepCache: quality over cost\n\n{MARK}\n"
     if file.is_file():
         head = file.read_text(encoding="utf-8").partition(MARK)[0] + f"{MARK}\n"
     page = [head, INTRODUCTION, "", LEGEND, ""]
-    page += ["![Quality over cost: all ways, in the cells in which others were tried](deepcache.png)", ""]
     page += [line for title, table in shown.items() for line in (f"## {title}", "", table, "")]
     file.write_text("\n".join(page), encoding="utf-8")
     return "\n\n".join(f"{title}\n{table}" for title, table in shown.items())
-
-
-def _plot(path: Path, rows: Sequence[report.Row]) -> None:
-    """Of each way the mean over networks, in the cells in which every way was tried."""
-    rows = [row for row in rows if row["way"] in (*LEVELS, *TARGETS, *OTHERS) and row["network"] in NETWORKS]
-    names = {row["way"] for row in rows}
-    tried: dict[tuple, set[str]] = {}
-    for row in rows:
-        tried.setdefault(tuple(row[name] for name in CELL), set()).add(row["way"])
-    own = [cell for cell in cells(rows) if tried[tuple(cell[name] for name in CELL)] == names]
-    found: dict[str, list[tuple[float, float]]] = {}
-    for way in sorted(names):
-        these = [cell for cell in own if cell["way"] == way and cell["skips"]]
-        if these:
-            share, mean, gain = (fmean(cell[name] for cell in these) for name in ("share", "mean", "gain"))
-            found.setdefault(way if way in OTHERS else "DeepCache", []).append((share, mean))
-            if way not in OTHERS:
-                found.setdefault(FEWER, []).append((share, mean - gain))
-    if found:
-        axes = "FLOPs, as a share of the uncached run", "PSNR of the final latent, dB"
-        pictures.curves(path, "Quality over cost, mean of the networks", *axes, found)
 
 
 if __name__ == "__main__":

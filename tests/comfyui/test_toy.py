@@ -80,7 +80,7 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
 
 
 @pytest.mark.thorough  # a bench as a subprocess
-def test_bench_writes_rows_table_and_plot(tmp_path):
+def test_bench_writes_rows_and_tables(tmp_path):
     few = ["--samplers", "euler", "--steps", "20", "--cfg", "4", "--images", "1", "--networks", "unet", "mmdit"]
     few.append("--others")
     command = [sys.executable, "-m", "dev.bench.deepcache", *few, "--out", str(tmp_path)]
@@ -92,5 +92,4 @@ def test_bench_writes_rows_table_and_plot(tmp_path):
     pairs = {(row["network"], row["way"]) for row in rows if row["network"] in ("unet", "mmdit")}
     assert pairs == {(one, way) for one in ("unet", "mmdit") for way in ways}
     assert all(0 < row["flops_share"] <= 1.02 for row in rows)
-    for name in ("deepcache.md", "deepcache.png"):
-        assert (tmp_path / name).stat().st_size > 0
+    assert (tmp_path / "deepcache.md").stat().st_size > 0

@@ -1,10 +1,9 @@
-"""The DeepCache bench's arithmetic: cells, gains, targets, merged rows, PSNR, the plot, the networks' data."""
+"""The DeepCache bench's arithmetic: cells, gains, targets, merged rows, PSNR, the networks' data."""
 
 import pytest
 import torch
-from PIL import Image
 
-from dev.bench import deepcache, pictures, similarity, toy_data
+from dev.bench import deepcache, similarity, toy_data
 
 
 def row(way="Balanced", latent=50.0, fewer=40.0, share=0.6, seed=50, target=40.0, **changes):
@@ -38,14 +37,13 @@ def test_targets_are_kept_within_a_decibel_where_anything_was_skipped():
     assert (line["kept within 1 dB"], line["more than 10 dB above"]) == ("75%", "25%")
 
 
-def test_page_has_a_table_for_every_question_and_the_plot(tmp_path):
+def test_page_has_a_table_for_every_question(tmp_path):
     rows = [row(), row("Fast", 45.0, 39.0, 0.5, target=35.0), row("TeaCache", 30.0, target=None)]
     printed = deepcache.save(tmp_path, rows)
     page = (tmp_path / "deepcache.md").read_text(encoding="utf-8")
     assert "0.60 → 50 (50)" in printed
     for line in ("Balanced | 0.60 → 50 (50)", "TeaCache | 0.60 → 30 (30)", "fewer steps | 0.60 → 40 (40)"):
         assert f"| {line} |" in page
-    assert (tmp_path / "deepcache.png").is_file()
 
 
 @pytest.mark.parametrize("wanted", [0.25, 0.55, 0.8])
@@ -67,13 +65,6 @@ def test_psnr_of_latents_is_to_their_own_range():
     actual = expected.clone()
     actual[1] += 0.4
     assert similarity.latent_psnr(actual, expected).tolist() == [similarity.IDENTICAL, pytest.approx(20.0)]
-
-
-def test_plot_is_drawn_without_what_is_not_finite(tmp_path):
-    path = tmp_path / "docs" / "plot.png"
-    pictures.curves(path, "title", "x", "y", {"a": [(0.2, 10.0), (0.5, 20.0)], "b": [(0.3, float("inf"))]})
-    with Image.open(path) as image:
-        assert image.size == (pictures.WIDTH, pictures.HEIGHT)
 
 
 def test_data_has_the_moments_of_latents_and_depends_on_the_seed_alone():
