@@ -8,7 +8,7 @@ it unloads the model, when the model is freed, and when a call finds that its we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -244,7 +244,10 @@ class _HeldWeights:
         self._pins.release()
 
 
+def _streamed(module: torch.nn.Module) -> Collection[str]:
+    return ("weight", "bias") if "_v" in vars(module) else ()
+
+
 def _snapshot(model: torch.nn.Module) -> WeightSnapshot:
-    streamed = {part for part in model.modules() if "_v" in vars(part)}
-    names_of = (lambda module: ("weight", "bias") if module in streamed else ()) if streamed else None
-    return WeightSnapshot(model, names_of, _unread.get(model, frozenset()))
+    is_streamed = any("_v" in vars(part) for part in model.modules())
+    return WeightSnapshot(model, _streamed if is_streamed else None, _unread.get(model, frozenset()))
