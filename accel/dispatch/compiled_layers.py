@@ -89,7 +89,11 @@ def _blocks_left(model: torch.nn.Module, found: Survey, wraps: Wraps | None) -> 
         return Counter()
     # A path is without the host's wrappers, and a block may be in the model at two places.
     parts = {**dict(model.named_modules(remove_duplicate=False)), **dict(wrapped_layers.modules(model, wraps))}
-    return Counter((type(parts[path]).__name__ if path in parts else path, why) for path, why in found.left_eager)
+    return Counter(
+        (type(parts[path]).__name__ if path in parts else path, why)
+        for path, why in found.left_eager
+        if why.code != "too_few_blocks"  # which was asked for
+    )
 
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:

@@ -89,9 +89,9 @@ class Folder:
             found = os.scandir(self.path)
         except FileNotFoundError:
             return
-        with found:
+        with found as items:
             # By name first: on a file server each stat costs a round trip.
-            for item in (item for item in found if matches(item.name)):
+            for item in (item for item in items if matches(item.name)):
                 with contextlib.suppress(OSError):  # another process has pruned it
                     status = item.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):

@@ -104,7 +104,7 @@ def test_window_without_steps_is_bit_identical(small_unet, sample, sampler):
 
 def test_interval_of_one_adds_nothing_to_the_model(small_unet):
     off = cached(small_unet, 1)
-    assert not any(off.get_wrappers(kind, host.KEY) for kind in host._WRAPPED)
+    assert not any(host.KEY in by_key for by_key in off.wrappers.values())
 
 
 @pytest.fixture

@@ -55,9 +55,9 @@ def surveys(monkeypatch):
     """One item for each survey that was made."""
     made = []
 
-    def counted(*args):
+    def counted(*args, **kwargs):
         made.append(1)
-        return survey(*args)
+        return survey(*args, **kwargs)
 
     monkeypatch.setattr(compiled_layers, "survey", counted)
     return made

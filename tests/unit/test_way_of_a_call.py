@@ -54,8 +54,9 @@ def doors(call, monkeypatch):
 def test_no_door_is_passed_twice_in_a_call(monkeypatch):
     block, x = Block(), torch.randn(2, 4)
     stand_in = runner(block)
-    new, known, matched = (doors(lambda: stand_in(block.forward, x), monkeypatch) for _ in range(3))
-    graph = [new.pop(), known.pop(), matched.pop()]
+    new, known, watched, matched = (doors(lambda: stand_in(block.forward, x), monkeypatch) for _ in range(4))
+    graph = [new.pop(), known.pop(), watched.pop(), matched.pop()]
     assert all(room == "compile/block_compiler" and name.startswith("block_") for room, name in graph)
     assert new == NEW and len(set(NEW)) == len(NEW)
     assert known == KNOWN and matched == KNOWN[:1]
+    assert watched == [*matched, ("dispatch/inline_cache", "_watched")]  # whether its code can be called directly
