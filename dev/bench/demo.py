@@ -200,7 +200,7 @@ def balanced(sheet: Path) -> str:
     columns, shares, reached, others = [], [], [], []
     for network, seed in SHOWN:
         bench, steps = benches[network], SHEET["steps"]
-        ((_, model),) = deepcache.apply("Balanced", bench.model, steps)
+        model = deepcache.apply("Balanced", bench.model, steps)
         with torch.inference_mode():  # as ComfyUI runs every node
             plain, _ = bench.made(bench.model, **SHEET, seed=seed)
             skipped, share = bench.made(model, **SHEET, seed=seed)

@@ -347,7 +347,7 @@ def test_core_without_what_brings_a_block_s_weights_has_its_own_way_and_says_so_
     assert torch.equal(sample(made), plain)
     assert torch.equal(sample(made), plain)
     assert card.pins == 0 and graphs() == 0
-    (line,) = [record.getMessage() for record in caplog.records if "streamed" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "stay streamed" in record.getMessage()]
     assert "its blocks may run uncompiled" in line
 
 
@@ -378,8 +378,9 @@ def test_core_without_a_function_that_taking_weights_needs_has_its_own_way_and_s
     made = compiled(model)
     for _ in range(2):
         assert torch.equal(sample(made), expected) and card.pins == 0
-    told = {record.getMessage().partition(": ")[2] for record in caplog.records if record.levelname == "WARNING"}
-    assert len(told) == 1
+    told = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    blocks_left = {line for line in told if "Block runs uncompiled: it cannot be compiled as it is" in line}
+    assert len(told - blocks_left) == 1 and len(blocks_left) <= 2
     monkeypatch.undo()
     fallbacks.clear()
     with all_compiled():

@@ -93,3 +93,14 @@ def test_bench_writes_rows_and_tables(tmp_path):
     assert pairs == {(one, way) for one in ("unet", "mmdit") for way in ways}
     assert all(0 < row["flops_share"] <= 1.02 for row in rows)
     assert (tmp_path / "deepcache.md").stat().st_size > 0
+
+
+def test_demo_makes_its_sheet_of_skipped_steps(tmp_path, monkeypatch):
+    from dev.bench import demo
+
+    monkeypatch.setattr(demo, "SHOWN", demo.SHOWN[:1])
+    monkeypatch.setattr(demo, "SHEET", {**demo.SHEET, "steps": 12})
+    for process_wide in (f"{demo.__name__}.boot", "torch.set_num_threads", "torch.set_flush_denormal"):
+        monkeypatch.setattr(process_wide, lambda *_, **__: None)
+    said = demo.balanced(tmp_path / "sheet.png")
+    assert "of the work was skipped" in said and (tmp_path / "sheet.png").is_file()
