@@ -160,7 +160,7 @@ class Calls:
 
     @property
     def seconds(self) -> tuple[float, float] | None:
-        """Of one of them, compiled and eager: those that were timed, in proportion to the elements; None if unknown."""
+        """Seconds of one of them, compiled and eager, as of those that were timed, by elements; None if unknown."""
         times, (timed, *_) = self.benchmark.times, self.benchmark.calls
         return times and (times[0] * self.elements / timed, times[1] * self.elements / timed)
 

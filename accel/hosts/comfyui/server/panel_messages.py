@@ -125,13 +125,19 @@ def start(server: Any) -> None:
         stops=comfy.model_management.processing_interrupted,
     )
 
+    repeats = False  # in the loop's thread alone: one timer serves all block types that follow each other
+
     def repeat() -> None:
+        nonlocal repeats
+        repeats = False
         if messages.repeat():
+            begin()
+
+    def begin() -> None:
+        nonlocal repeats
+        if not repeats:
+            repeats = True
             server.loop.call_later(1.0, repeat)
 
-    def begin(name: str, data: Message) -> None:
-        if name == "compile_start":
-            server.loop.call_soon_threadsafe(server.loop.call_later, 1.0, repeat)
-
     subscribe(messages)
-    subscribe(begin)
+    subscribe(lambda name, data: name == "compile_start" and server.loop.call_soon_threadsafe(begin))
