@@ -69,4 +69,5 @@ def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool = True
         any_size=shapes == ANY_SIZE,
         stop_on_trouble=on_trouble == STOP,
         measured=check_gain and backend_named(backend).is_faster,  # without a compiler there is nothing to gain
+        beside=True,
     )

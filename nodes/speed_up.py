@@ -64,7 +64,8 @@ class AccelSpeedUp(io.ComfyNode):
     def execute(cls, model, quality, vae=None) -> io.NodeOutput:
         if is_missing_input("vae", used_output=1):  # said before sampling, on this node: VAE Decode is not to blame
             raise ValueError("Speed Up has no VAE for its VAE output: connect one to its input vae.")
-        faster = accelerate(model, CompileSettings(measured=True), made_by="AccelSpeedUp", graphs=True, quality=quality)
+        settings = CompileSettings(measured=True, beside=True)
+        faster = accelerate(model, settings, made_by="AccelSpeedUp", graphs=True, quality=quality)
         caching = QUALITIES[quality]
         if caching is not None:
             faster = apply_deep_cache(faster, caching, made_by="AccelSpeedUp", quality=quality)

@@ -14,7 +14,13 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT] + [str
 
 # Before torch is imported. Threads that wait by spinning make small tensors minutes slower where another program shares
 # the cores; and each process that compiles would build half a dozen programs to find out what the processor can do.
-for variable, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_VEC_ISA_OK": "0"}.items():
+# Tests count what an image compiles, so they wait for code on machines of many cores too.
+for variable, value in {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+    "ACCEL_COMPILE_BESIDE": "0",
+}.items():
     os.environ.setdefault(variable, value)
 
 from dev.tools import pack  # noqa: E402

@@ -41,7 +41,8 @@ export function startNodeTexts() {
     if (message.event === "node_lines") {
       noteLines(message.prompt_id, message.lines, message.offers);
     } else if (message.event === "node_compiling" && message.node) {
-      const text = () => [t("compilingOnNode", message), stageText(message)].filter(Boolean).join(" · ");
+      const what = message.name ? "compilingOnNode" : "compilingAnyOnNode";
+      const text = () => [t(what, message), stageText(message)].filter(Boolean).join(" · ");
       note(message.prompt_id, ({ passing }) => passing.set(message.node, text));
     }
   });

@@ -27,6 +27,7 @@ class Artifact:
         the artifact cannot leave the process.
     release: gives back what the backend keeps for `run` elsewhere. Called once nobody holds the graph, so it must not
         refer to `run`.
+    pending: None where all of it is there.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
@@ -34,6 +35,16 @@ class Artifact:
     nbytes: int = 0
     save: Callable[[torch.nn.Module], bytes] | None = None
     release: Callable[[], None] = lambda: None
+    pending: Pending | None = None
+
+
+class Pending(Protocol):
+    """Code that is being made beside; until it is taken, its artifact cannot run. is_done: `take` need not wait."""
+
+    is_done: bool
+
+    def take(self) -> tuple[str, int]:
+        """Load the code: what it asks of sizes (`Facts.asked`), and its bytes. Raises Exception: there will be none."""
 
 
 class Backend(Protocol):

@@ -64,6 +64,7 @@ def compile_block(
     savable: bool = True,
     codes: frozenset[types.CodeType] | None = None,
     tracing: Tracing = nullcontext,
+    compiler: Backend | None = None,
 ) -> CompiledGraph:
     """The graph for calls like this one; of its tensors only shapes, strides, dtypes and devices are used.
 
@@ -76,12 +77,14 @@ def compile_block(
     savable: the graph is going to be saved if it can be.
     codes: of the functions that the kind was told by: nothing is kept of other code. None asks for nothing.
     tracing: makes the context that the block is traced in.
+    compiler: makes what the call's backend does. None: that itself.
 
     Raises:
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
         torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
     """
-    compiler, kind, weights, inputs = backend_named(call.backend), call.kind, call.weights, call.inputs
+    compiler = compiler or backend_named(call.backend)
+    kind, weights, inputs = call.kind, call.weights, call.inputs
     device = next((tensor.device.type for tensor in (*inputs, *weights) if tensor.ndim), None)
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
@@ -145,11 +148,20 @@ def load_block(
     return _graph(artifact, facts, _Block(template, call.kind, call.spec, interrupts, codes, tracing))
 
 
+def take_code(graph: CompiledGraph, devices: Sequence[torch.device]) -> None:
+    """Load the code of a graph that was made beside, once it is done. devices: of a call of it.
+
+    Raises Exception, of any type: there is none.
+    """
+    with _one_at_a_time, random_numbers_kept(devices):
+        graph.take_code()
+
+
 def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None = None) -> CompiledGraph:
     """template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else lambda: artifact.save(template)
     how = {"save": save, "with_ones": block.with_ones, "same_ops_with": block.same_ops_with}
-    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, **how)
+    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, pending=artifact.pending, **how)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 

@@ -11,6 +11,7 @@ import torch
 from ..core.reasons import Refusal
 from ..fingerprint.block_call import Call
 from ..signature.tensors import empty_dense_like
+from .backend import Pending
 from .specialization import holds
 
 _MOST_ANSWERS = 128
@@ -34,6 +35,7 @@ class Facts:
     grown: (tensor, dimension, size) of the sizes above 1, in the call it was made for, that a batch of 2 doubles.
     ones: (tensor, dimension, size) of each size that may be 1, or is so in a batch of 1, and what the block's code then
         asks of the others, as `specialization.Trace.asked`; of calls for which the block is known to do the same.
+    asked: what code that was made beside asks of sizes, and its guards do not; as `specialization.Trace.asked`.
     """
 
     static_ones: tuple[tuple[int, int], ...] = ()
@@ -44,6 +46,7 @@ class Facts:
     fixed: tuple[tuple[int, int, int], ...] = ()
     grown: tuple[tuple[int, int, int], ...] = ()
     ones: tuple[tuple[tuple[tuple[int, int, int], ...], str], ...] = ()
+    asked: str = ""
 
     def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph may be right for these weights and inputs; its guards may still say no."""
@@ -63,6 +66,7 @@ class CompiledGraph:
     save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     saved_as: its name in the store; None where it is not there.
+    pending: its code, which is being made beside; it runs no call until that is taken.
     with_ones: `block_compiler._Block.with_ones` of the block. same_ops_with: whether it does the same in such a call
         with other `Kind.numbers` on it.
     """
@@ -75,11 +79,19 @@ class CompiledGraph:
     saved_as: str | None = None
     with_ones: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], str | None] = lambda ones, twos: ""
     same_ops_with: Callable[[Sequence[torch.Tensor], Sequence[int]], bool] = lambda tensors, numbers: False
+    pending: Pending | None = None
     _answers: dict[tuple, bool] = field(default_factory=dict, init=False, repr=False)
     _asked_with: dict[tuple, str | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._asked_with = dict(self.facts.ones)
+
+    def take_code(self) -> None:
+        """See `block_compiler.take_code`."""
+        if self.pending is not None:  # else another thread has
+            asked, self.nbytes = self.pending.take()
+            self.facts, self.pending = replace(self.facts, asked=asked), None
+            self._answers.clear()
 
     def serves(self, call: Call) -> bool:
         """Whether the graph is right for the call."""
@@ -122,7 +134,7 @@ class CompiledGraph:
 
     def _is_right_for(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
         ones = [empty_dense_like(tensor, device="meta") for tensor in inputs]
-        accepts = self.guards((*weights, *ones))
+        accepts = self._lets_pass((*weights, *ones))
         if not self.facts.dynamic:
             return accepts
         twos, threes = (
@@ -137,7 +149,7 @@ class CompiledGraph:
         )
         if not sizes:
             return accepts
-        if not accepts and not (self.guards((*weights, *twos)) and self.guards((*weights, *threes))):
+        if not accepts and not (self._lets_pass((*weights, *twos)) and self._lets_pass((*weights, *threes))):
             return False
         if sizes not in self._asked_with:
             self._asked_with[sizes] = self.with_ones((*weights, *inputs), (*weights, *twos))
@@ -145,6 +157,9 @@ class CompiledGraph:
             self.facts = replace(self.facts, ones=tuple(known))
         asked = self._asked_with[sizes]
         return asked is not None and holds(asked, (*weights, *ones))
+
+    def _lets_pass(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self.guards(tensors) and holds(self.facts.asked, tensors)
 
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}

@@ -84,9 +84,14 @@ def _is_torchs_own(cls: type) -> bool:
     return is_own and isinstance(function, types.BuiltinFunctionType)
 
 
+def define() -> None:
+    """Register the operator."""
+    operators.define("convolution", _SIGNATURE, _run, _fake)
+
+
 def leave_to_library(template: torch.nn.Module) -> None:
     """Make every plain convolution of a template (never of a user's model) call the opaque operator."""
-    operators.define("convolution", _SIGNATURE, _run, _fake)
+    define()
     own = tuple(cls for cls in _CONVOLUTIONS if _is_torchs_own(cls))
     for module in template.modules():
         if (

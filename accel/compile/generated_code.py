@@ -23,6 +23,9 @@ from ..core.torch_internals import (
 TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 """The stages of a compilation: a block is traced, its code is generated, and kernels are built from that."""
 
+BESIDE = "beside"
+"""The stage of blocks that no image waits for."""
+
 
 def ask_sizes_directly(scope: dict[str, Any]) -> None:
     """Have dynamo's bytecode, whose globals these are, ask tensors themselves for their sizes.

@@ -7,7 +7,8 @@ import dataclasses
 import dis
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,19 +33,21 @@ class Inductor(AheadOfTime):
     is_faster = True
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
-        device = next((tensor.device for tensor in tensors if tensor.ndim), torch.device("cpu"))
+        return self._compile(function, tensors, self.name)[0]
+
+    def _compile(
+        self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable
+    ) -> tuple[Artifact, list[types.ModuleType]]:
+        """The artifact, and the generated code that it runs."""
         with (
             generated_code.collected() as modules,
-            generated_code.own_settings(),
-            narrow_sizes(),
-            rewritten_graphs(device.type),
-            unknown_casts_left(device),
-            checked_together(),
+            code_generation(device_of(tensors)),
             generated_code.building_told(),
         ):
-            compiled = compile_function(function, tensors, self.name)
+            compiled = compile_function(function, tensors, backend)
         save = functools.partial(_save, compiled, modules)
-        return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules), save)
+        nbytes = generated_code.bytes_of(modules)
+        return artifact_of(compiled, function.__globals__, modules, nbytes, save), modules
 
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
         define()
@@ -54,6 +57,24 @@ class Inductor(AheadOfTime):
             if isinstance(cell.cell_contents, str) and cell.cell_contents == TEMPLATE:
                 cell.cell_contents = template
         return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
+
+
+@contextmanager
+def code_generation(device: torch.device) -> Iterator[None]:
+    """A context in which inductor makes code as the engine has it. device: that it runs on."""
+    with (
+        generated_code.own_settings(),
+        narrow_sizes(),
+        rewritten_graphs(device.type),
+        unknown_casts_left(device),
+        checked_together(),
+    ):
+        yield
+
+
+def device_of(tensors: Sequence[Any]) -> torch.device:
+    """The device of a graph's tensors; a number on the CPU does not count."""
+    return next((each.device for each in tensors if isinstance(each, torch.Tensor) and each.ndim), torch.device("cpu"))
 
 
 def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn.Module) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class CompileSettings:
     any_size: one graph for all sizes; False compiles one for each size.
     stop_on_trouble: raise `Trouble` where a block would fall back to eager.
     min_repetitions: kinds with fewer blocks in the model run eagerly.
+    beside: make code in another process where the machine has room for one, and run blocks as they are until then.
     measured: time each new graph against its block (`compile.benchmark`) and drop one that is not faster.
     """
 
@@ -21,6 +22,7 @@ class CompileSettings:
     stop_on_trouble: bool = False
     min_repetitions: int = 1
     measured: bool = False
+    beside: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.min_repetitions < 1:

@@ -29,6 +29,7 @@ _A_GRAPH = {
     "changes_list": "it may change a list or dict it is given, and a graph would change a copy",
     "compile_failed": "{error}",
     "interrupted": "interrupted",
+    "compiling_beside": "its code is still being compiled, beside the image",
     "code_changes": "another extension keeps replacing its code, or what PyTorch's functions do, during the run",
     "part_changed": "another extension has changed a part of it, and it cannot be compiled around that",
     "changes_own": "it changes weights or buffers of its own",
@@ -151,7 +152,7 @@ def counted(number: int, noun: str) -> str:
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""
 
-EXPECTED = frozenset({"slower", "host_bound", "interrupted", "device_busy"})
+EXPECTED = frozenset({"slower", "host_bound", "interrupted", "device_busy", "compiling_beside"})
 """Codes of what is as it should be: nobody is to be warned of it."""
 
 OF_OTHERS = frozenset({"compiled_already", "compiled_around"})

@@ -137,6 +137,19 @@ _AROUND = "what torch puts around generated code runs in each call, slower"
 GENERATED_CALL = Internal("torch._inductor.output_code", "CompiledFxGraph.__call__", _AROUND)
 ANY_AUTOCAST = Internal("torch._C", "_is_any_autocast_enabled", _AROUND)
 
+_WAITED_FOR = "images wait for the code of blocks"
+GRAPH_PICKLER = Internal("torch.fx._graph_pickler", "GraphPickler", _WAITED_FOR)
+PICKLED_NODES = Internal("torch.fx._graph_pickler", "Options", _WAITED_FOR)
+SIZES_SETTINGS = Internal("torch.fx.experimental._config", "save_config_portable", _WAITED_FOR)
+TRACING = Internal("torch._guards", "tracing", _WAITED_FOR)
+KERNEL_BUILDER = Internal("torch._inductor.async_compile", "AsyncCompile", _WAITED_FOR)
+KERNEL_ASSEMBLER = Internal("torch._inductor.async_compile", "_set_triton_ptxas_path", _WAITED_FOR)
+KERNEL_SOURCE = Internal("torch._inductor.async_compile", "_load_triton_kernel_from_source", _WAITED_FOR)
+KERNEL_KEY = Internal("torch._inductor.async_compile", "CompiledTritonKernels.key", _WAITED_FOR)
+KERNELS_SAVED = Internal("torch._inductor.triton_bundler", "TritonBundler.put_static_autotuner", _WAITED_FOR)
+PATTERNS = Internal("torch._inductor.fx_passes.fuse_attention", "_get_sfdp_patterns", _WAITED_FOR)
+NO_CONTEXT = Internal("torch._subclasses.fake_tensor", "init_gpu_context", _WAITED_FOR)
+
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", _AS_TRACED)
 GRAPH_PASS = Internal(
@@ -154,6 +167,11 @@ AHEAD_OF_TIME = tuple(value for value in list(globals().values()) if getattr(val
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
 CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
+KERNELS_BESIDE = (KERNEL_ASSEMBLER, KERNEL_SOURCE, KERNEL_KEY, KERNELS_SAVED)
+BESIDE = (
+    *(GRAPH_PICKLER, PICKLED_NODES, FAKE_MODE, TRACING, SIZES_SETTINGS, INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS),
+    *(AOT_INDUCTOR, KERNEL_BUILDER, *KERNELS_BESIDE, PATTERNS, NO_CONTEXT),
+)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
 BUILT_KERNELS = (CODE_CACHE, WRITE, CACHE_FOLDER, TENSOR_ADDRESS)

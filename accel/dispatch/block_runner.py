@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
+from ..compile.backend import Pending
 from ..compile.benchmark import draws_again
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import CompileSettings, Trouble
@@ -33,7 +34,7 @@ from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
 from .lora import AddedWeights, with_added
-from .resolver import GraphResolver, ResolvedGraph
+from .resolver import CodePending, GraphResolver, ResolvedGraph
 
 compiler_around = COMPILER_AROUND.get(lambda: None)
 """What compiles the code that runs in this thread now; None where nothing does."""
@@ -102,6 +103,8 @@ class BlockRunner:
         """See `current_code.InPlace`; set on the runner that is in place."""
         self._passing: object = None
         self._make, self._for_functions = make, {}
+        self._pending: Pending | None = None
+        """Code that is still being made: calls that no graph runs wait for it, uncompiled."""
         self._left: Reason | None = None
         """Why the block runs eagerly for the rest of the run."""
         self.why: Reason | None = None
@@ -194,6 +197,8 @@ class BlockRunner:
             self.ways.add(None)
             return self._eagerly(self._described(inner, args, kwargs), self._left)
         call, other, resolved = self._described(inner, args, kwargs), None, None
+        if self._pending is not None and not self._pending.is_done:
+            return self._wait(call, CodePending(self._pending))
         try:
             other = self._runner_with(self._flatten(call))
             if other is None:
@@ -211,7 +216,17 @@ class BlockRunner:
             return self._eagerly(call, self.why) if resolved is None else self._run(call, resolved)
         if isinstance(refusal, NoGraph):
             return self._without_graph(call, refusal)
+        if isinstance(refusal, CodePending):
+            return self._wait(call, refusal)
         return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
+
+    def _wait(self, call: Call, why: CodePending) -> Any:
+        """Run a call eagerly whose code is still being made; a later one like it may run compiled."""
+        self._pending = why.pending
+        self.ways.add(COMPARED)
+        if self.observer is not None:
+            self.observer.is_stable = False
+        return self._eagerly(call, why.reason)
 
     def _described(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
         settings, numbers = self._settings, self._region.numbers

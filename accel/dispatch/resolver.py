@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
+from ..beside.making import Beside, is_possible
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..compile import block_compiler
+from ..compile.backend import Pending
 from ..compile.benchmark import Benchmark, Benchmarks, Calls, Pattern, elements_of
 from ..compile.block_compiler import Tracing
 from ..compile.compiled_graph import CompiledGraph, CompileFailed
 from ..core import torch_internals
 from ..core.compile_settings import CompileSettings
-from ..core.errors import one_line
+from ..core.errors import one_line, pass_on
 from ..core.events import log
 from ..core.fallbacks import fallbacks
-from ..core.reasons import Reason, elsewhere
+from ..core.reasons import Reason, RunEagerly, elsewhere
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.kept_state import code_of_others, packages_of
@@ -76,6 +78,14 @@ class ResolvedGraph:
         return self.entry if calls is None or not self.benchmark.done else calls
 
 
+class CodePending(RunEagerly):
+    """A graph's code is still being made."""
+
+    def __init__(self, pending: Pending):
+        super().__init__(Reason("compiling_beside"))
+        self.pending = pending
+
+
 class GraphResolver:
     """Finds the graphs of one block, or makes them; the arguments are as for `block_runner.BlockRunner`."""
 
@@ -90,10 +100,14 @@ class GraphResolver:
     ):
         self._region, self._cache, self._lease = region, cache, lease
         self._is_measured, self._interrupts = settings.measured, interrupts
+        self._is_beside = settings.beside
         self._kind_unchanged = kind_unchanged
 
     def resolve(self, call: Call, observer: BlockObserver | None) -> ResolvedGraph | None:
-        """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph."""
+        """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph and CodePending."""
+        return self._resolve(call, observer, self._is_beside)
+
+    def _resolve(self, call: Call, observer: BlockObserver | None, is_beside: bool) -> ResolvedGraph | None:
         name, region = call.kind.name, self._region
         device = elsewhere(call.weights, call.inputs)
         if device is not None:
@@ -108,7 +122,7 @@ class GraphResolver:
                 call.key,
                 name,
                 fits=lambda graph: self._serves(graph, call),
-                compile_graph=lambda: self._compile(call, observer),
+                compile_graph=lambda: self._compile(call, observer, is_beside),
                 lease=self._lease,
                 load_graph=lambda: self._load(call),
             )
@@ -119,8 +133,29 @@ class GraphResolver:
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_failed", error=f"out of memory: {one_line(error)}")
         else:
+            if graph.pending is not None and not self._take_code(call, entry, graph):
+                return self._resolve(call, observer, is_beside=False)
             return self._resolved(call, entry, graph, observer is not None and observer.may_capture)
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+
+    def _take_code(self, call: Call, entry: Entry, graph: CompiledGraph) -> bool:
+        """Whether the graph runs this call, now that its code is there. Raises CodePending."""
+        pending = graph.pending
+        if pending is not None and not pending.is_done:
+            raise CodePending(pending)
+        try:
+            block_compiler.take_code(graph, call.devices)
+        except Exception as error:
+            pass_on(error, self._interrupts)
+            log.warning("%s is compiled while the image waits: %s", call.kind.name, one_line(error))
+            self._cache.drop_graph(entry, graph)
+            return False
+        self._save(call, graph)
+        return graph.serves(call)
+
+    def _save(self, call: Call, graph: CompiledGraph) -> None:
+        if self._cache.store is not None:
+            self._cache.store.save(call.key, call.kind.name, call.devices, graph, self._interrupts)
 
     def _resolved(self, call: Call, entry: Entry, graph: CompiledGraph, captured: bool) -> ResolvedGraph:
         if self._region.runs_others_code or tree_spec.runs_others_code(call.spec):
@@ -166,19 +201,20 @@ class GraphResolver:
                         return saved.use(graph)
         return None
 
-    def _compile(self, call: Call, observer: BlockObserver | None) -> CompiledGraph:
+    def _compile(self, call: Call, observer: BlockObserver | None, is_beside: bool) -> CompiledGraph:
         """A new graph, saved where there is a store."""
         if observer is not None:
             observer.is_stable = False
-        graph = self._compiled(call)
+        is_beside = is_beside and call.backend == "inductor" and is_possible()
+        graph = self._compiled(call, is_beside)
         if call.any_size and not graph.serves(call):
             # The block's code fixed a size that was traced larger than it is: it is traced as it is.
-            graph = self._compiled(call, lifts=False)
-        if self._cache.store is not None:
-            self._cache.store.save(call.key, call.kind.name, call.devices, graph, self._interrupts)
+            graph = self._compiled(call, is_beside, lifts=False)
+        if graph.pending is None:
+            self._save(call, graph)
         return graph
 
-    def _compiled(self, call: Call, lifts: bool = True) -> CompiledGraph:
+    def _compiled(self, call: Call, is_beside: bool, lifts: bool = True) -> CompiledGraph:
         try:
             template = self._template()
         except Exception as error:
@@ -196,6 +232,7 @@ class GraphResolver:
                     savable=self._cache.store is not None,
                     codes=codes,
                     tracing=self._tracing,
+                    compiler=Beside(call.backend) if is_beside else None,
                 )
         except CompileFailed as failed:
             if failed.reason.code == "compile_failed" and self._region.runs_others_code:

@@ -333,6 +333,7 @@ def _facts(stored: dict[str, Any]) -> Facts:
             fixed=_sizes(stored["fixed"]),
             grown=_sizes(stored["grown"]),
             ones=tuple((_sizes(sizes), str(asked)) for sizes, asked in stored["ones"]),
+            asked=str(stored["asked"]),
         )
     except (KeyError, TypeError, ValueError):
         raise BadEntry("its manifest is damaged") from None

@@ -21,7 +21,7 @@ from ..signature import switches
 if TYPE_CHECKING:
     from ..fingerprint.kinds import GraphKey
 
-_PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "kernels", "modules", "signature")
+_PACKAGES = ("beside", "cache", "compile", "core", "dispatch", "fingerprint", "kernels", "modules", "signature")
 """Packages of the engine that decide what a saved graph contains and which calls it is valid for."""
 
 _PASSES = (

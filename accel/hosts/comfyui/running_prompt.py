@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...compile.generated_code import STAGES, TRACE
+from ...beside import making
+from ...compile.generated_code import BESIDE, STAGES, TRACE
 from ...core.events import emit, subscribe
 
 
@@ -101,6 +102,7 @@ class CompileProgress:
         self._node_id: str | None = None
         self._name = ""
         self._compiled = self._loaded = self._kinds = 0
+        self._beside = making.progress()
 
     @contextmanager
     def during_call(self, kinds: int, node_id: str | None) -> Iterator[None]:
@@ -120,6 +122,7 @@ class CompileProgress:
             yield
         finally:
             stop()
+            self._tell_beside()
             registry = _progress_of(node_id)
             if self._compiled > done and registry is not None:
                 registry.finish_progress(node_id)
@@ -141,6 +144,12 @@ class CompileProgress:
         of = max(self._kinds, done + 1)
         emit("compiling", name=self._name, number=done + 1, of=of, stage=stage, node=self._node_id)
         self._show(done, STAGES.index(stage))
+
+    def _tell_beside(self) -> None:
+        """Say how far the code is that no image waits for, where that is news."""
+        if self._beside != making.progress():
+            self._beside = done, of = making.progress()
+            emit("compiling", name="", number=min(done + 1, of), of=of, stage=BESIDE, node=self._node_id)
 
     def _show(self, done: int, stages: int = 0) -> None:
         """done: kinds. stages: of the next one."""

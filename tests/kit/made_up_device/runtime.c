@@ -138,7 +138,10 @@ static cudaError_t unsafe(const char *what) {
 
 EXPORT cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
 EXPORT cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
-EXPORT cudaError_t cudaSetDevice(int device) { return device ? failed(cudaErrorInvalidDevice) : cudaSuccess; }
+EXPORT cudaError_t cudaSetDevice(int device) {
+    note("a context for device %d", device);
+    return device ? failed(cudaErrorInvalidDevice) : cudaSuccess;
+}
 EXPORT cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 EXPORT cudaError_t cudaPeekAtLastError(void) { return last_error; }

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
@@ -35,7 +35,7 @@ from ..sizes.shape_errors import sizes_explained
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
 from ..versions import is_split_over_devices, put_wrappers
 from . import streamed
-from .options import CORE_COMPILE, INTERRUPTS, SKIPS, runs_between, simplifier
+from .options import CORE_COMPILE, INTERRUPTS, SKIPS, WARMS_UP, runs_between, simplifier
 from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
@@ -153,7 +153,9 @@ class Run:
                     layers = {}
                     fallbacks.note(name, why, how="without Accel")
                 else:
-                    layers = block_layers(model, self.settings, self.cache, self.lease)
+                    # A warm-up is there to have the code.
+                    settings = replace(self.settings, beside=self.settings.beside and not options.get(WARMS_UP))
+                    layers = block_layers(model, settings, self.cache, self.lease)
                     why = Reason("no_blocks")
                 kinds = count_kinds(layers)
                 if self.settings.stop_on_trouble and not kinds:

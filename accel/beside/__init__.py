@@ -1,0 +1,1 @@
+"""Compiles graphs in a process beside the one that makes images."""

@@ -1,0 +1,210 @@
+"""Compiles graphs in a process beside this one: an image waits for traces, and goes on without their code."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import io
+import json
+import os
+import pickle
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from ..compile import generated_code
+from ..compile.backend import Artifact
+from ..compile.inductor import Inductor
+from ..core import torch_internals
+from ..core.events import log
+from ..core.torch_internals import AOT_INDUCTOR
+
+VARIABLE = "ACCEL_COMPILE_BESIDE"
+"""In the environment: 0 has every image wait for its code, 1 none, whatever the machine has."""
+
+MEMORY, IDLE = 3 << 30, 60.0
+"""Bytes that must be free, since the process takes some; seconds without a graph after which it ends."""
+
+_ENGINE = __name__.rsplit(".", 2)[0]
+_SIZE = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
+_BEGIN = """
+import importlib, json, sys, types
+sys.path[:], around, name = json.loads(sys.argv[1])
+for package, places in around.items():
+    sys.modules[package] = types.ModuleType(package)
+    sys.modules[package].__path__ = places
+importlib.import_module(name).main()
+"""
+"""The engine has its name of here, by which saved code refers to it; what is around it is not imported."""
+
+
+def is_possible() -> bool:
+    """Whether the machine has room for the process: a processor core, and memory of its own."""
+    chosen = os.environ.get(VARIABLE, "").strip()
+    if _process.has_failed or chosen == "0" or torch_internals.lacking(torch_internals.BESIDE) is not None:
+        return False
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    psutil = sys.modules.get("psutil")  # which hosts have loaded
+    return chosen == "1" or (cores > 2 and psutil is not None and psutil.virtual_memory().available > MEMORY)
+
+
+def progress() -> tuple[int, int]:
+    """How many graphs the process is done with, and how many it has been given, since it last had none."""
+    return _process.done, _process.given
+
+
+class Beside(Inductor):
+    """Inductor in the process: the code of an artifact is pending."""
+
+    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
+        making = _Making()
+        artifact, making.modules = self._compile(function, tensors, making.backend)
+        return artifact if making.job is None else dataclasses.replace(artifact, pending=making)
+
+
+class _Making:
+    """The function of one graph while it is made. job: the answer of the process; None where the graph was not sent."""
+
+    job: Future | None = None
+
+    def backend(self, graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+        """For torch: this, which runs once it is taken; a function made here where the graph cannot be sent."""
+        try:
+            sent = torch.fx.GraphModule(graph, graph.graph)
+            given = [node.meta["example_value"] for node in sent.graph.find_nodes(op="placeholder")]
+            self._sources = [_source_of(size) for size in given if isinstance(size, torch.SymInt)]
+            self.job = _process.ask(_job_of(sent))
+        except Exception as error:
+            log.debug("A graph is compiled in this process: %s: %s", type(error).__name__, error)
+        here = torch_internals.LOOK_UP_BACKEND.get()("inductor")
+        return AOT_INDUCTOR.get()(here(graph, examples) if self.job is None else self)
+
+    @property
+    def is_done(self) -> bool:
+        return self.job.done()
+
+    def take(self) -> tuple[str, int]:
+        answer = self.job.result()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        self._data, asked = answer
+        with generated_code.collected() as made, generated_code.own_settings():
+            self._run = AOT_INDUCTOR.get().deserialize_compile_artifacts(self._data).compiled_fn
+        self.modules += made
+        asked = re.sub(r"L\['t(\d+)'\]", lambda found: self._sources[int(found[1])], asked)
+        return asked, generated_code.bytes_of(made)
+
+    def __call__(self, *tensors: Any) -> Any:
+        return self._run(*tensors)
+
+    def serialize(self) -> Any:
+        return pickle.loads(self._data)[0]
+
+
+def _source_of(size: torch.SymInt) -> str:
+    """Which size of the function's tensors this is. Raises StopIteration: none of them."""
+    known = size.node.shape_env.source_to_var.items()
+    return next(source for source, symbol in known if symbol == size.node.expr and _SIZE.fullmatch(source))
+
+
+def _job_of(graph: torch.fx.GraphModule) -> dict[str, Any]:
+    """What the process needs. Raises Exception, of any type: something of it cannot leave this one."""
+    from torch._functorch import config as of_autograd
+    from torch._inductor import config
+
+    mode = torch_internals.FAKE_MODE.get()
+
+    class Pickler(torch_internals.GRAPH_PICKLER.get()):
+        """Leaves out the mode, which torch keeps in the description of a view's base, and replaces when it loads it."""
+
+        def reducer_override(self, value: Any) -> Any:
+            return (type(None), ()) if isinstance(value, mode) else super().reducer_override(value)
+
+    options = torch_internals.PICKLED_NODES.get()(ops_filter=None, node_metadata_key_filter="example_value".__eq__)
+    Pickler(stream := io.BytesIO(), options).dump(graph)
+    operators = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return {
+        "graph": stream.getvalue(),
+        "libraries": {operator.namespace for operator in operators},
+        "settings": [_settings(each) for each in (config, of_autograd, torch.fx.experimental._config)],
+        "threads": torch.get_num_threads(),
+        "environment": {name: value for name, value in os.environ.items() if name.endswith("_CACHE_DIR")},
+    }
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Torch's settings without passes of ours, which the process has. Raises ValueError: there are some of others."""
+    settings = config.save_config_portable()
+    for name, value in config.get_config_copy().items():
+        if callable(value):
+            if not getattr(value, "__module__", "").startswith(_ENGINE):
+                raise ValueError(f"{name} is of others")
+            settings.pop(name, None)
+    return settings
+
+
+class _Process:
+    """The process. given, done: jobs since it last had none. has_failed: it has ended or could not begin, for good."""
+
+    def __init__(self) -> None:
+        self.given, self.done, self.has_failed = 0, 0, False
+        self._jobs: queue.SimpleQueue[tuple[dict[str, Any], Future]] = queue.SimpleQueue()
+        self._running: subprocess.Popen | None = None
+        self._thread = threading.Thread(target=self._serve, name="accel-beside", daemon=True)
+
+    def ask(self, job: dict[str, Any]) -> Future:
+        """Its answer, or an exception where it has ended. One thread asks at a time, as torch compiles."""
+        if self._thread.ident is None:
+            self._thread.start()
+        if self.done == self.given:
+            self.given = self.done = 0
+        self.given += 1
+        self._jobs.put((job, answer := Future()))
+        return answer
+
+    def stop(self) -> None:
+        """End it, in the middle of a job too."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.kill()
+            running.wait()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                job, answer = self._jobs.get(timeout=IDLE)
+            except queue.Empty:
+                self.stop()
+                job, answer = self._jobs.get()
+            try:
+                if self.has_failed:
+                    raise EOFError("the process that compiles beside images has ended")
+                running = self._running = self._running or _begin()
+                pickle.dump(job, running.stdin)
+                running.stdin.flush()
+                answer.set_result(pickle.load(running.stdout))
+            except Exception as error:
+                self.has_failed = True
+                self.stop()
+                answer.set_exception(error)
+            self.done += 1
+
+
+def _begin() -> subprocess.Popen:
+    names = _ENGINE.split(".")
+    around = {name: list(sys.modules[name].__path__) for name in (".".join(names[:at]) for at in range(1, len(names)))}
+    how = json.dumps([sys.path, around, f"{_ENGINE}.beside.worker"])
+    quietly = {"creationflags": 0x08004000} if sys.platform == "win32" else {}  # no window, below normal priority
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-c", _BEGIN, how], **pipes, **quietly)
+
+
+_process = _Process()
+atexit.register(_process.stop)

@@ -1,0 +1,113 @@
+"""The process that compiles graphs beside the images: all but the trace of a block's Python is done there.
+
+It is sent traced graphs, and answers with code as saved graphs have it. It runs nothing on a device, and makes no
+context there, whose memory images would lack. It ends with the process that began it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..compile import convolution
+from ..compile.inductor import code_generation, device_of
+from ..core import torch_internals
+from ..core.torch_internals import AOT_INDUCTOR
+from ..kernels import casts
+
+
+def main() -> None:
+    """Answer each job on standard input on standard output: `_compiled`'s result, or a text that says why not."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what compilers print is no answer
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                jobs.put(pickle.load(sys.stdin.buffer))
+        finally:
+            os._exit(0)  # in the middle of a job too: nobody waits for it
+
+    threading.Thread(target=read, daemon=True).start()
+    if hasattr(os, "nice"):
+        os.nice(5)  # the image goes first
+    _keep_off_devices()
+    while True:
+        try:
+            answer = _compiled(**jobs.get())
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _keep_off_devices() -> None:
+    """Have torch build kernels without loading them, and describe tensors without making one."""
+    find_assembler, loaded, key, save = (name.get() for name in torch_internals.KERNELS_BESIDE)
+
+    def triton(self: Any, name: str, source: str, device_str: str = "cuda") -> None:
+        find_assembler()
+        kernel = loaded(name, source)
+        kernel.precompile(warm_cache_only=True)
+        if kernel.is_statically_launchable():
+            save(key(source), kernel)
+
+    torch_internals.KERNEL_BUILDER.get().triton = triton
+    patterns = torch_internals.PATTERNS.get()
+    _replace(torch_internals.NO_CONTEXT, lambda device: None)
+    _replace(torch_internals.PATTERNS, lambda device: patterns(torch.device("cpu")))  # with a number on the device
+
+
+def _replace(name: torch_internals.Internal, by: Callable) -> None:
+    setattr(importlib.import_module(name.module), name.name, by)
+
+
+def _compiled(
+    graph: bytes,
+    libraries: Iterable[str],
+    settings: Sequence[Mapping[str, Any]],
+    threads: int,
+    environment: Mapping[str, str],
+) -> tuple[bytes, str]:
+    """Inductor's function for a traced graph, as torch saves it; and what that asks of the graph's sizes, a Python
+    expression of `L["t0"]`, `L["t1"]`, and so on.
+
+    libraries: modules to import for operators. settings: of inductor, of autograd and of sizes.
+    """
+    from torch._functorch import config as of_autograd
+    from torch._inductor import config
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    of_sizes = torch.fx.experimental._config
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    convolution.define()
+    casts.define()
+    for library in libraries:
+        with suppress(Exception):  # then an operator is missing, which says more
+            importlib.import_module(library)
+    mode = torch_internals.FAKE_MODE.get()(shape_env=ShapeEnv())
+    module = torch_internals.GRAPH_PICKLER.get().loads(graph, mode)
+    examples = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+    with (
+        torch.no_grad(),
+        config.patch(settings[0]),
+        of_autograd.patch(settings[1]),
+        of_sizes.patch(settings[2]),
+        torch_internals.TRACING.get()(torch_internals.TRACING_CONTEXT.get()(mode)),
+        code_generation(device_of(examples)),
+    ):
+        made = AOT_INDUCTOR.get()(torch_internals.LOOK_UP_BACKEND.get()("inductor")(module, examples))
+        data = AOT_INDUCTOR.get().serialize_compile_artifacts(made)
+    sizes = [size for size in examples if isinstance(size, torch.SymInt)]
+    return data, mode.shape_env.produce_guards_expression(sizes) or ""

@@ -1,0 +1,185 @@
+"""Code that is made in a process beside: calls go on without it, and it is what would have been made here."""
+
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfy_accel.accel.beside import making
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason
+from kit import blocks, stores
+
+
+class Block(torch.nn.Module):
+    """Norm, matrix and attention over tokens: what reads sizes in many ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(16), torch.nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.linear(self.norm(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture(scope="module")
+def block():
+    torch.manual_seed(0)
+    return Block().eval().requires_grad_(False)
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """A process of the test's own, wherever it runs."""
+    own = making._Process()
+    monkeypatch.setattr(making, "_process", own)
+    monkeypatch.setenv(making.VARIABLE, "1")
+    yield own
+    own.stop()
+
+
+def inputs(batch, tokens):
+    return torch.linspace(-1, 1, batch * tokens * 16).view(batch, tokens, 16)
+
+
+def runner(block, cache, **settings):
+    return blocks.runner(block, cache, backend="inductor", beside=True, **settings)
+
+
+def wait(cache):
+    """Until all code is there, or will never be."""
+    pending = [graph.pending for entry in cache.entries() for graph in entry.graphs if graph.pending is not None]
+    ends = time.monotonic() + 120
+    while not all(one.is_done for one in pending):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    return len(pending)
+
+
+def answers(stand_in, block):
+    with torch.inference_mode():
+        return [stand_in(block.forward, inputs(*size)) for size in ((2, 6), (1, 6), (3, 9), (2, 1))]
+
+
+def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for_bit(tmp_path, block, process):
+    here, there = GraphCache(), GraphCache()
+    there.store = stores.store(tmp_path)
+    expected = answers(blocks.runner(block, here, backend="inductor"), block)
+    stand_in, x = runner(block, there), inputs(2, 6)
+    with torch.inference_mode():
+        plain = block(x)
+        while_made = stand_in(block.forward, x)
+    assert torch.equal(while_made, plain)
+    assert fallbacks.counts() == {("Block", Reason("compiling_beside")): 1}
+    assert wait(there) == 1
+    fallbacks.clear()
+    assert all(map(torch.equal, answers(stand_in, block), expected))
+    assert fallbacks.rows() == []
+    assert there.statistics()["compilations"] == here.statistics()["compilations"] == 1
+    (made,), (saved,) = (entry.graphs for cache in (here, there) for entry in cache.entries())
+    assert saved.nbytes and saved.facts.asked and not made.facts.asked
+    # What was made beside is saved, and loaded with what it asks of sizes.
+    again = GraphCache()
+    again.store = stores.store(tmp_path)
+    assert all(map(torch.equal, answers(runner(block, again), block), expected))
+    assert again.statistics()["loaded"] == 1 and again.statistics()["compilations"] == 0
+    assert [graph.facts.asked for entry in again.entries() for graph in entry.graphs] == [saved.facts.asked]
+
+
+def test_a_process_that_ends_costs_the_time_to_compile_here(block, process, caplog):
+    cache = GraphCache()
+    stand_in, x = runner(block, cache), inputs(2, 6)
+    with torch.inference_mode():
+        assert torch.equal(stand_in(block.forward, x), block(x))
+        while process._running is None:
+            time.sleep(0.01)
+        process.stop()
+        wait(cache)
+        torch.testing.assert_close(stand_in(block.forward, x), block(x))
+        assert stand_in.eager_calls == 1
+    (entry,) = cache.entries()
+    assert [graph.pending for graph in entry.graphs] == [None]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "Block is compiled while the image waits: EOFError: Ran out of input"
+    ]
+    assert process.has_failed and not making.is_possible()
+
+
+def test_a_graph_that_cannot_be_compiled_there_is_compiled_here(block, process, monkeypatch):
+    monkeypatch.setattr(making, "_job_of", lambda graph: {"graph": b"", "nothing": None})
+    cache = GraphCache()
+    stand_in, x = runner(block, cache), inputs(2, 6)
+    with torch.inference_mode():
+        assert torch.equal(stand_in(block.forward, x), block(x))
+        wait(cache)
+        torch.testing.assert_close(stand_in(block.forward, x), block(x))
+    assert stand_in.eager_calls == 1
+    assert not process.has_failed  # the next graph may well be
+
+
+def test_passes_of_others_are_not_left_out(block, process, monkeypatch):
+    from torch._inductor import config
+
+    asked = []
+    cache = GraphCache()
+    with config.patch(post_grad_custom_post_pass=asked.append), torch.inference_mode():
+        x = inputs(2, 6)
+        torch.testing.assert_close(runner(block, cache)(block.forward, x), block(x))
+    assert asked and process.given == 0
+
+
+def test_it_needs_a_core_and_memory_of_its_own(process, monkeypatch):
+    monkeypatch.delenv(making.VARIABLE)
+    for cores, free, is_possible in [(2, 64, False), (4, 2, False), (4, 64, True)]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        memory = SimpleNamespace(available=free << 30)
+        monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda memory=memory: memory))
+        assert making.is_possible() is is_possible
+    monkeypatch.setenv(making.VARIABLE, "0")
+    assert not making.is_possible()
+
+
+def test_it_ends_when_idle_and_begins_again(process, monkeypatch):
+    monkeypatch.setattr(making, "IDLE", 0.1)
+    for _ in range(2):
+        assert "nothing" in process.ask({"nothing": None}).result(60)
+        ends = time.monotonic() + 30
+        while process._running is not None:
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+    assert making.progress() == (1, 1)
+
+
+BEGINS_AND_ENDS = """
+import sys, torch
+sys.path[:0] = {path!r}
+from dev.tools import pack
+pack.load()
+from comfy_accel.accel.beside import making
+making._process.ask({{"graph": b"", "nothing": None}}).result()
+print(making._process._running.pid, flush=True)
+making._process.ask({{"nothing": None}})
+{end}
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks for a process by its number as POSIX does")
+@pytest.mark.parametrize("end", ["sys.exit()", "import os; os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
+def test_it_ends_with_the_process_that_began_it(end):
+    program = BEGINS_AND_ENDS.format(path=[str(blocks.ROOT), str(blocks.ROOT / "tests")], end=end)
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    pid, ends = int(told.stdout), time.monotonic() + 30
+    while time.monotonic() < ends:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if "Z" in subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {pid} is still there")
