@@ -108,6 +108,10 @@ class _Making:
         return pickle.loads(self._data)[0]
 
 
+class NodeName(str):
+    """Stands for the node of this name in a graph that was sent."""
+
+
 def _source_of(size: torch.SymInt) -> str:
     """Which size of the function's tensors this is. Raises StopIteration: none of them."""
     known = size.node.shape_env.source_to_var.items()
@@ -122,9 +126,12 @@ def _job_of(graph: torch.fx.GraphModule) -> dict[str, Any]:
     mode = torch_internals.FAKE_MODE.get()
 
     class Pickler(torch_internals.GRAPH_PICKLER.get()):
-        """Leaves out the mode, which torch keeps in the description of a view's base, and replaces when it loads it."""
+        """Names nodes in slices, where torch does not look for them; and leaves out the mode, which torch keeps in the
+        description of a view's base, and replaces when it loads it."""
 
         def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, torch.fx.Node):
+                return NodeName, (value.name,)
             return (type(None), ()) if isinstance(value, mode) else super().reducer_override(value)
 
     options = torch_internals.PICKLED_NODES.get()(ops_filter=None, node_metadata_key_filter="example_value".__eq__)

@@ -17,12 +17,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 from ..compile import convolution
 from ..compile.inductor import code_generation, device_of
 from ..core import torch_internals
 from ..core.torch_internals import AOT_INDUCTOR
 from ..kernels import casts
+from .making import NodeName
 
 
 def main() -> None:
@@ -98,6 +100,10 @@ def _compiled(
             importlib.import_module(library)
     mode = torch_internals.FAKE_MODE.get()(shape_env=ShapeEnv())
     module = torch_internals.GRAPH_PICKLER.get().loads(graph, mode)
+    nodes = {node.name: node for node in module.graph.nodes}
+    for node in nodes.values():
+        given = (node.args, node.kwargs)
+        node.args, node.kwargs = map_aggregate(given, lambda one: nodes[one] if isinstance(one, NodeName) else one)
     examples = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
