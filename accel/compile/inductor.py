@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import dis
 import functools
+import pickle
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +52,10 @@ class Inductor(AheadOfTime):
 
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
         define()
+        function, entry = pickle.loads(data)
         with generated_code.collected() as modules, generated_code.own_settings():
-            compiled = torch_internals.AOT_FUNCTION.get().deserialize(data)
+            compiled = torch_internals.AOT_FUNCTION.get().deserialize(function)
+            compiled.fn.__globals__[compiled._artifacts.backend_id] = generated_code.loaded(entry)
         for cell in compiled.fn.__closure__ or ():
             if isinstance(cell.cell_contents, str) and cell.cell_contents == TEMPLATE:
                 cell.cell_contents = template
@@ -86,8 +89,8 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
     """
     if (lacking := torch_internals.lacking(torch_internals.SAVING)) is not None:
         raise NotSavable(f"this torch has no {lacking}")
-    artifacts, callable_type = compiled._artifacts, torch_internals.AOT_INDUCTOR.get()
-    if not isinstance(artifacts.compiled_fn, callable_type):
+    artifacts = compiled._artifacts
+    if not isinstance(artifacts.compiled_fn, torch_internals.AOT_INDUCTOR.get()):
         raise NotSavable("only what inductor compiled can be saved")
     try:
         entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
@@ -104,24 +107,22 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
             closure.append(types.CellType(TEMPLATE if value is template else value))
         portable = dataclasses.replace(
             artifacts,
-            compiled_fn=callable_type(_Entry(entry)),
+            compiled_fn=_Apart(),
             runtime_env=dataclasses.replace(environment, import_sources=sources, closure=tuple(closure)),
             source_info=torch_internals.SOURCE_INFO.get()(inlined_sources=set()),
         )
         data = torch_internals.AOT_FUNCTION.get().serialize(_Artifacts(portable))
-        return getattr(data, "serialized_data", data)  # torch 2.10 gives the bytes themselves
+        function = getattr(data, "serialized_data", data)  # torch 2.10 gives the bytes themselves
+        return pickle.dumps((function, entry))
     except Exception as error:
         raise NotSavable(f"{type(error).__name__}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """The serializable callable that torch asks for its entry."""
+class _Apart:
+    """Stands in a saved function for what it calls, which is saved beside it."""
 
-    entry: Any
-
-    def serialize(self) -> Any:
-        return self.entry
+    deserialize_compile_artifacts = bytes
+    serialize_compile_artifacts = staticmethod(lambda apart: b"")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from ..core.torch_internals import ANY_AUTOCAST, GENERATED_CALL
 from ..signature.argument_guard import items_at
+from .generated_code import LoadedCode
 
 Run = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -30,11 +31,12 @@ def watched(run: Run, tensors: Sequence[torch.Tensor]) -> tuple[Any, Run | None]
     code = getattr(GENERATED_CALL.get(None), "__code__", None)
     if code is None or sys.getprofile() is not None or ANY_AUTOCAST.get(lambda: True)():
         return run(tensors), None
+    codes = code, LoadedCode.__call__.__code__
     calls: list[tuple[Callable, list[Any]]] = []
     results: list[Any] = []
 
     def watch(frame: Any, event: str, value: Any) -> None:
-        if frame.f_code is not code:
+        if frame.f_code not in codes:
             return
         if event == "return":
             results.append(value)

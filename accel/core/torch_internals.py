@@ -81,6 +81,11 @@ AOT_FUNCTION = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction", _EAG
 AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable", _EAGERLY)
 AOT_INDUCTOR = Internal("torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", _NOT_SAVED)
 SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", _NOT_SAVED)
+LOADED_ENTRY = Internal(
+    "torch._functorch._aot_autograd.aot_autograd_result", "deserialize_bundled_cache_entry", _NOT_SAVED
+)
+LOADED_CONSTANTS = Internal("torch._inductor.output_code", "CompiledFxGraphConstants", _NOT_SAVED)
+LOADED_KERNELS = Internal("torch._inductor.triton_bundler", "TritonBundler.read_and_emit", _NOT_SAVED)
 LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", _EAGERLY)
 MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", _EAGERLY)
 TRACING_CONTEXT = Internal("torch._guards", "TracingContext", _EAGERLY)
@@ -109,6 +114,7 @@ AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", 
 CODE_CACHE = Internal(
     "torch._inductor.codecache", "PyCodeCache", "code of dropped graphs stays, and C++ kernels are built again"
 )
+EXTERN_KERNELS = Internal("torch._inductor.select_algorithm", "extern_kernels", "a restart takes a second longer")
 WRITE = Internal("torch._inductor.codecache", "write_atomic", _BUILT_AGAIN)
 CACHE_FOLDER = Internal("torch._inductor.runtime.cache_dir_utils", "cache_dir", _BUILT_AGAIN)
 TENSOR_ADDRESS = Internal("torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", _BUILT_AGAIN)
@@ -164,7 +170,7 @@ POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", _NOT_HELD)
 CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "no call is captured")
 
 AHEAD_OF_TIME = tuple(value for value in list(globals().values()) if getattr(value, "without", None) == _EAGERLY)
-SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO)
+SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, LOADED_ENTRY, LOADED_CONSTANTS, LOADED_KERNELS)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
 CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
 KERNELS_BESIDE = (KERNEL_ASSEMBLER, KERNEL_SOURCE, KERNEL_KEY, KERNELS_SAVED)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from comfy_accel.accel.store import manifest as store_entry
 from comfy_accel.accel.store.folder import Folder
+from kit import store_process
 from kit.blocks import in_new_process
 from kit.stores import load, reasons, save, store
 
@@ -38,7 +39,7 @@ def test_process_killed_while_it_saves_leaves_a_store_that_works(tmp_path):
     assert len(stems) > 1
 
 
-def test_new_process_neither_traces_nor_compiles(tmp_path):
+def test_new_process_neither_traces_nor_compiles_nor_imports_the_compiler(tmp_path):
     def told(folder, **environment):
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / folder)
         code = f"from kit import store_process; print(store_process.told({str(tmp_path)!r}))"
@@ -50,6 +51,7 @@ def test_new_process_neither_traces_nor_compiles(tmp_path):
     assert first["uncompiled"] == second["uncompiled"] == []
     assert (second["compilations"], second["loaded"], second["traced"]) == (0, 1, 0)
     assert second["misses"] == []
+    assert (len(first["compiler"]), second["compiler"]) == (len(store_process.COMPILER), [])
     assert first["out"] == second["out"] and first["off"] < 1e-5
     built = [*(tmp_path / "second").rglob("*.so"), *(tmp_path / "second").rglob("*.cpp")]
     assert {file.parent for file in built} == {tmp_path / "second" / "accel"}  # the saved ones alone

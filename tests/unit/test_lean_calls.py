@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.generated_code import LoadedCode
 from comfy_accel.accel.compile.lean_calls import watched
 from kit.blocks import Block, runner
 
@@ -88,6 +89,20 @@ def test_output_that_torch_makes_of_the_results_is_left_to_it(compiled, function
     run, _ = compiled(function)
     out, lean = watched(run, tensors(function))
     assert lean is None and len(out) == 2
+
+
+@torch.inference_mode()
+def test_code_that_was_loaded_is_called_so_too():
+    code = LoadedCode(None)
+    code.current_callable = lambda inputs: [inputs[0] + 1]
+    calls = []
+
+    def run(given):
+        calls.append(given)
+        return code(list(given))[0]
+
+    out, lean = watched(run, (torch.ones(2),))
+    assert lean((out,)).tolist() == [3.0, 3.0] and len(calls) == 1
 
 
 def test_call_with_gradients_or_a_profiler_goes_through_torch(compiled):

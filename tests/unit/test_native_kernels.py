@@ -7,11 +7,11 @@ import types
 import zlib
 from pathlib import Path
 
-from comfy_accel.accel.compile.native_kernels import with_built_kernels
+import pytest
+from comfy_accel.accel.compile.native_kernels import with_built_kernels, without_compiler
 
 SOURCE = """
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.idle import _idle as idle
 import math
 async_compile = AsyncCompile()
 
@@ -46,10 +46,44 @@ def test_kernel_that_is_built_is_there_as_its_library():
     assert zlib.decompress(base64.b85decode(packed)) == Path(_ctypes.__file__).read_bytes()
     assert ast.unparse(statements["other"]) == "async_compile.triton('name', '\\nkernel\\n')"
     assert ast.unparse(statements["two"]).startswith("async_compile.cpp_pybinding(")  # no library is known of it
-    assert "import AsyncCompile" in changed and "import math" in changed and "idle" not in changed
     assert changed.endswith("def call(args):\n    return one(args)\n")
 
 
 def test_source_without_built_kernels_stays_as_it_is():
     assert with_built_kernels(SOURCE, executed()) == SOURCE
     assert with_built_kernels("x = 1\n", executed(x=_ctypes.dlopen)) == "x = 1\n"
+
+
+HEADER = """
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.idle import _idle as idle
+from torch._inductor.select_algorithm import extern_kernels
+import math
+async_compile = AsyncCompile()
+"""
+IMPORTED = "from torch._inductor.select_algorithm import extern_kernels\n"
+
+
+def test_functions_of_torchs_are_called_without_the_compiler():
+    changed = without_compiler(HEADER + "extern_kernels.addmm(a, b)\n")
+    assert "import AsyncCompile" in changed and "import math" in changed and "idle" not in changed
+    assert IMPORTED not in changed
+    called = changed[changed.index("extern_kernels = ") :]
+    scope = {"torch": types.SimpleNamespace(addmm=lambda a, b: (a, b)), "a": 1, "b": 2}
+    exec(called.replace("import math\nasync_compile = AsyncCompile()\n", ""), scope)
+    assert scope["extern_kernels"] is scope["torch"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "extern_kernels.bias_addmm(a, b)",  # inductor's own
+        "extern_kernels.addmm(a, b); extern_kernels.bias_addmm(a, b)",
+        "getattr(extern_kernels, 'addmm')(a, b)",
+        "extern_kernels.addmm(a, b); torch.ops.prims.prepare_softmax_online(a, 0)",
+        "extern_kernels.addmm(a, b); torch.ops.quantized_decomposed.quantize_per_tensor.default(a)",
+    ],
+)
+def test_what_the_compiler_alone_has_is_imported_from_it(code):
+    assert IMPORTED in without_compiler(f"{HEADER}{code}\n")
