@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -41,7 +43,7 @@ class AheadOfTime:
 def compile_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable) -> Any:
     """Torch's compiled function of these tensors, guarded by their sizes alone."""
     options = {"guard_filter_fn": keep_size_guards}
-    with own_noise(), torch._dynamo.config.patch(enable_aot_compile=True):
+    with own_noise(), _sources_unread(), torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(function, fullgraph=True, backend=backend, options=options)
         return compiled.aot_compile((tuple(tensors), {}))
 
@@ -79,6 +81,29 @@ def own_noise() -> AbstractContextManager:
     from torch._inductor import config
 
     return config.patch(fallback_random=True)
+
+
+@contextmanager
+def _sources_unread() -> Iterator[None]:
+    """A context in which torch does not read the source of what this thread traces: a tenth of a trace.
+
+    It keeps that to refuse saved functions whose source has changed, as our keys do.
+    """
+    read, thread = torch_internals.READ_SOURCE.get(None), threading.get_ident()
+    if read is None:
+        yield
+        return
+
+    def add_code(info: Any, code: types.CodeType) -> None:
+        if threading.get_ident() != thread:
+            read(info, code)
+
+    sources = torch_internals.SOURCE_INFO.get()
+    sources.add_code = add_code
+    try:
+        yield
+    finally:
+        sources.add_code = read
 
 
 @contextmanager

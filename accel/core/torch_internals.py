@@ -81,6 +81,7 @@ AOT_FUNCTION = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction", _EAG
 AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable", _EAGERLY)
 AOT_INDUCTOR = Internal("torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", _NOT_SAVED)
 SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", _NOT_SAVED)
+READ_SOURCE = Internal("torch._dynamo.package", "SourceInfo.add_code", "tracing takes longer")
 LOADED_ENTRY = Internal(
     "torch._functorch._aot_autograd.aot_autograd_result", "deserialize_bundled_cache_entry", _NOT_SAVED
 )
