@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..core import torch_internals
 from ..core.errors import pass_on
 from ..fingerprint.kept_state import KeepsState, name_of
+from ..kernels.sizes import fix_sizes
 from ..signature.tensors import tensors_in
 
 _PLAIN = (bool, float, str, type(None), torch.dtype)
@@ -75,7 +76,11 @@ class Trace:
         self._shapes = [tuple(map(_expression, shape)) for shape in self._shapes]  # a size keeps all of its trace
         for at, value in zip(given, values, strict=True):
             self._symbols |= {_expression(size): (at, d) for d, size in enumerate(value.shape) if type(size) is not int}
-        if asks and self._shape_env is not None:
+        if self._shape_env is None:
+            return
+        if not asks:
+            fix_sizes(self._shape_env, [size for value in values for size in value.shape])
+        else:
             sources = [node.meta["grapharg"].source for node in given.values()]
             self.asked = " and ".join(self._shape_env.produce_guards(values, sources, ignore_static=True))
 

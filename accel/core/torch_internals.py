@@ -124,6 +124,7 @@ _WIDE = "kernels divide by sizes of 64 bits, slower"
 KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", _WIDE)
 TRITON_KERNEL = Internal("torch._inductor.codegen.triton", "TritonKernel", _WIDE)
 FITS_32_BITS = Internal("torch._inductor.utils", "expr_fits_within_32bit", _WIDE)
+MODULO = Internal("torch.utils._sympy.functions", "Mod", "kernels divide by the heads of a table of positions, slower")
 FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", _WIDE)
 HIDDEN = Internal("torch.utils._sympy.functions", "Identity", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", _WIDE)

@@ -11,7 +11,7 @@ import ast
 import importlib
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,22 +98,21 @@ def _narrow(kernel: Any) -> frozenset[str]:
     if divisions.divides:
         kernel.body.clear()
         kernel.body.splice(ast.unparse(tree))
-    return frozenset(divisions.narrow)
+    return frozenset(sizes)
 
 
 class _Divisions(ast.NodeTransformer):
     """Replaces divisions of an index by a size.
 
     A constant factor of the size is divided by as before: from that the compiler learns which neighbours share the
-    quotient, and so reads 128 bits at a time. Where a known number is divided, the quotient is passed in.
+    quotient, and so reads 128 bits at a time.
     """
 
     def __init__(self, kernel: Any, known: Any, sizes: Mapping[str, Any]) -> None:
         self.kernel, self.known, self.sizes, self.divides = kernel, known, sizes, False
-        self.narrow = set(sizes)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        is_index = _is_index(node.left)
+        is_index = _is_index(node.left) and not isinstance(node.left, ast.Constant)  # Triton would refuse the kernel
         self.generic_visit(node)
         match node:
             case ast.BinOp(index, ast.FloorDiv() | ast.Mod(), ast.Name(size)) if is_index and size in self.sizes:
@@ -125,27 +124,21 @@ class _Divisions(ast.NodeTransformer):
         return node
 
     def _quotient(self, index: ast.AST, size: str) -> str:
-        if isinstance(index, ast.Constant):
-            name = self._passed(index.value, self.sizes[size])
-            self.narrow.add(name)
-            return name
-        step, rest = self.sizes[size].as_content_primitive()
-        divided = self.kernel.helper_functions.add(DIVIDED, base_name="divided")
-        return f"{divided}({ast.unparse(index)}, {step}, {self._passed(2**62 - 1, rest, 1)})"
-
-    def _passed(self, number: int, size: Any, more: int = 0) -> str:
-        """The argument that is more + number // size."""
         from sympy import Max
 
+        step, rest = self.sizes[size].as_content_primitive()
         # A call without elements launches nothing, but its sizes are computed. Sympy takes none of them for 0.
         floor_division, hidden = torch_internals.FLOOR_DIVISION.get(), torch_internals.HIDDEN.get()
-        quotient = self.known.lookup_precomputed_size(more + floor_division(number, Max(1, hidden(size))))
-        return self.kernel.args.size(quotient)
+        inverse = self.known.lookup_precomputed_size(1 + floor_division(2**62 - 1, Max(1, hidden(rest))))
+        divided = self.kernel.helper_functions.add(DIVIDED, base_name="divided")
+        return f"{divided}({ast.unparse(index)}, {step}, {self.kernel.args.size(inverse)})"
 
 
 def _is_index(node: ast.AST) -> bool:
-    """Whether it is computed from indices and constants, all at least 0."""
+    """Whether it is computed from indices and constants, all at least 0, or what a size leaves of such an index."""
     match node:
+        case ast.BinOp(left, ast.FloorDiv() | ast.Mod(), ast.Name(name)) if name.startswith(_PREFIX):
+            return _is_index(left)
         case ast.BinOp(left, ast.Add() | ast.Mult() | ast.FloorDiv() | ast.Mod(), right):
             return _is_index(left) and _is_index(right)
         case ast.Constant(value):
@@ -154,6 +147,32 @@ def _is_index(node: ast.AST) -> bool:
             return _INDEX.fullmatch(name) is not None
         case _:
             return False
+
+
+def fix_sizes(shape_env: Any, sizes: Iterable[Any]) -> None:
+    """Fix those of a trace's sizes that its guards equate with a number, or have divide one, as a position table's heads
+    divide channels.
+
+    Images come in any size, so these are the model's. Torch fixes few of them, and kernels divide by the others.
+    """
+    from sympy import Expr
+
+    modulo, division = torch_internals.MODULO.get(()), torch_internals.FLOOR_DIVISION.get(())
+    open_ones = {size.node.expr: size for size in sizes if not isinstance(size, int)}
+    for guard in list(shape_env.guards):
+        equation = shape_env.replace(guard.expr)
+        if not equation.is_Equality or not isinstance(equation.lhs, Expr):
+            continue
+        one, other = equation.args
+        if isinstance(one, modulo) and other == 0:
+            ratios = (one.args[1] / one.args[0],)  # of what divides to what it divides, not the other way round
+        elif isinstance(one, division) and other.is_number and one.args[1].is_number and one.args[1] < other:
+            ratios = (one.args[0],)  # but for the few sizes above it that torch would take too
+        else:
+            ratios = (one / other, other / one)
+        for _, size in (ratio.as_coeff_Mul() for ratio in ratios):
+            if size in open_ones:
+                int(open_ones[size])
 
 
 def multiplies_sizes(body: str) -> bool:

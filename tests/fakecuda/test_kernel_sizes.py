@@ -53,6 +53,13 @@ class Rotated(torch.nn.Module):
         return heads[..., ::2] * angles
 
 
+class Channels(torch.nn.Module):
+    """Any number of channels, as in blocks of one kind whose widths differ."""
+
+    def forward(self, x, scale):
+        return torch.relu(x) * scale[:, None, None]
+
+
 class Attended(torch.nn.Module):
     """Text and image joined by heads, whose attention is read by tokens."""
 
@@ -132,19 +139,20 @@ def test_indices_are_divided_without_divisions_and_rightly(joined):
         assert graph.run(empty)[0].shape == (0, 3, 37, 8)
 
 
-def test_width_of_a_head_is_divided_before_the_kernel_runs():
-    """Our function takes no number that is known: Triton refuses such a kernel."""
-    block = Rotated()
-    graph, weights, file = made(block, (2, 7, 64), (2, 7, 4, 1), dtype=torch.float32)
-    code = Path(file).read_text()
-    assert "divided0(" in code and not re.search(r"64(, 1, ks| // ks)", code)
-    assert set(types(file).values()) == {"i32", "i64"}  # the inverse
-    tensors = [torch.randn(size) for size in ((2, 5, 64), (2, 5, 8, 1))]
-    block, weights = block.cpu(), [torch.randn(64)]
-    block.scale.copy_(weights[0])
-    (kernels,) = computed([GraphCall(graph, [*weights, *tensors])])
+def test_remainder_of_a_quotient_takes_no_division():
+    graph, _, file = made(Channels(), (2, 24, 5, 7), (24,), dtype=torch.float32)
+    assert not re.search(r"(//|%) \(?ks", Path(file).read_text())
+    tensors = [torch.randn(size) for size in ((3, 40, 3, 11), (40,))]
+    (kernels,) = computed([GraphCall(graph, tensors)])
     for answer in kernels.answers:
-        torch.testing.assert_close(answer, block(*tensors))
+        torch.testing.assert_close(answer, Channels()(*tensors))
+
+
+def test_kernels_divide_by_no_number_of_heads():
+    graph, weights, file = made(Rotated(), (2, 7, 64), (2, 7, 4, 1))
+    assert not re.search(r"(//|%) \(?ks|divided", Path(file).read_text())
+    half = [torch.empty(size, dtype=torch.half, device="meta") for size in ((3, 5, 64), (3, 5, 4, 1), (3, 5, 8, 1))]
+    assert graph.accepts([*weights, *half[:2]]) and not graph.accepts([*weights, half[0], half[2]])
 
 
 def test_result_of_attention_is_not_copied():

@@ -415,6 +415,32 @@ def test_graph_for_two_rows_an_image_serves_a_batch_of_one_and_larger_ones():
         check(graph, weights, block, *call(batch))
 
 
+class Rotates(nn.Module):
+    """As LTX 2: as many heads as a table of positions has, in halves; and an even number of tokens, in pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x, table, scales, width):
+        x = self.linear(x)
+        heads = x.reshape(*x.shape[:2], table.shape[1], -1).reshape(*x.shape[:2], table.shape[1], 2, -1)
+        x = (heads * table).reshape(x.shape) * scales.reshape(len(x), 1, 3, width // 3)[:, :, 0]
+        return x.reshape(len(x), x.shape[1] // 2, 2, 32).sum(2)
+
+
+def test_only_sizes_that_are_the_models_are_fixed():
+    block = fixed(Rotates())
+
+    def call(batch, tokens):
+        return torch.randn(batch, tokens, 32), torch.randn(tokens, 4, 2, 4), torch.randn(batch, 1, 96), 96
+
+    graph, weights = compiled(block, call(3, 6))
+    assert graph.facts.fixed == ((2, 2, 32), (3, 1, 4), (3, 2, 2), (3, 3, 4), (5, 0, 96))
+    for batch, tokens in [(1, 4), (5, 10), (3, 6), (2, 32)]:
+        check(graph, weights, block, *call(batch, tokens))
+
+
 def test_missing_cpp_compiler_is_said_before_anything_is_traced(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     before = counters["stats"].copy()
