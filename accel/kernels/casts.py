@@ -40,9 +40,8 @@ def unknown_casts_left(device: torch.device) -> Iterator[None]:
 
 def lacks_e4m3(device: torch.device) -> bool:
     """Whether Triton lacks float8_e4m3fn for this device."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
 
 
 def leave_casts(graph: Graph) -> None:
@@ -50,8 +49,7 @@ def leave_casts(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not torch.ops.prims.convert_element_type.default:
             continue
-        types = {node.args[1], node.args[0].meta["val"].dtype}
-        if _TYPE in types:
+        if _TYPE in (node.args[1], node.args[0].meta["val"].dtype):
             node.target = torch.ops.accel.cast_by_torch.default
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from ..core import torch_internals
 from ..signature.argument_guard import has_native_guard
@@ -63,8 +64,5 @@ def checked_together() -> Iterator[None]:
                 guard = f"{torch_internals.TENSOR_GUARDS}({given}, dynamic_dims_sizes=None, dynamic_dims_strides=None)"
                 prefix.writeline(f"{_NAME}.append({guard})")
 
-    wrapper.codegen_input_size_asserts = write
-    try:
+    with patch.object(wrapper, "codegen_input_size_asserts", write):
         yield
-    finally:
-        wrapper.codegen_input_size_asserts = write_asserts

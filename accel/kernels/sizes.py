@@ -12,8 +12,9 @@ import importlib
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from ..core import torch_internals
 
@@ -54,15 +55,11 @@ def narrow_sizes() -> Iterator[None]:
         with _typed(_narrow(self)):
             return finish(self, name)
 
-    kernel.codegen_kernel = narrowed
-    try:
+    with patch.object(kernel, "codegen_kernel", narrowed):
         yield
-    finally:
-        kernel.codegen_kernel = finish
 
 
-@contextmanager
-def _typed(narrow: frozenset[str]) -> Iterator[None]:
+def _typed(narrow: frozenset[str]) -> AbstractContextManager[Any]:
     """A context in which the kernel being finished takes these arguments as 32 bits."""
     name = torch_internals.KERNEL_SIGNATURE
     module, original = importlib.import_module(name.module), name.get()
@@ -71,11 +68,7 @@ def _typed(narrow: frozenset[str]) -> Iterator[None]:
         types = original(*args, **kwargs)
         return {name: "i32" if name in narrow and of == "i64" else of for name, of in types.items()}
 
-    setattr(module, name.name, typed)
-    try:
-        yield
-    finally:
-        setattr(module, name.name, original)
+    return patch.object(module, name.name, typed)
 
 
 def _narrow(kernel: Any) -> frozenset[str]:
@@ -150,18 +143,15 @@ def _is_index(node: ast.AST) -> bool:
 
 
 def fix_sizes(shape_env: Any, sizes: Iterable[Any]) -> None:
-    """Fix those of a trace's sizes that its guards equate with a number, or have divide one, as a position table's heads
-    divide channels.
+    """Fix those of a trace's sizes that its guards equate with a number, or have divide one, as heads divide channels.
 
     Images come in any size, so these are the model's. Torch fixes few of them, and kernels divide by the others.
     """
-    from sympy import Expr
-
     modulo, division = torch_internals.MODULO.get(()), torch_internals.FLOOR_DIVISION.get(())
     open_ones = {size.node.expr: size for size in sizes if not isinstance(size, int)}
     for guard in list(shape_env.guards):
         equation = shape_env.replace(guard.expr)
-        if not equation.is_Equality or not isinstance(equation.lhs, Expr):
+        if not equation.is_Equality:
             continue
         one, other = equation.args
         if isinstance(one, modulo) and other == 0:
@@ -170,9 +160,8 @@ def fix_sizes(shape_env: Any, sizes: Iterable[Any]) -> None:
             ratios = (one.args[0],)  # but for the few sizes above it that torch would take too
         else:
             ratios = (one / other, other / one)
-        for _, size in (ratio.as_coeff_Mul() for ratio in ratios):
-            if size in open_ones:
-                int(open_ones[size])
+        for ratio in ratios:
+            int(open_ones.get(ratio.as_coeff_Mul()[1], 0))  # torch fixes a size that is asked for its number
 
 
 def multiplies_sizes(body: str) -> bool:

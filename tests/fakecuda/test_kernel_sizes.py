@@ -144,8 +144,7 @@ def test_remainder_of_a_quotient_takes_no_division():
     assert not re.search(r"(//|%) \(?ks", Path(file).read_text())
     tensors = [torch.randn(size) for size in ((3, 40, 3, 11), (40,))]
     (kernels,) = computed([GraphCall(graph, tensors)])
-    for answer in kernels.answers:
-        torch.testing.assert_close(answer, Channels()(*tensors))
+    torch.testing.assert_close(kernels.answers, [Channels()(*tensors)] * len(kernels.answers))
 
 
 def test_kernels_divide_by_no_number_of_heads():
