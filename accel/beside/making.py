@@ -96,7 +96,7 @@ class _Making:
             raise RuntimeError(answer)
         self._data, asked = answer
         with generated_code.collected() as made, generated_code.own_settings():
-            self._run = AOT_INDUCTOR.get().deserialize_compile_artifacts(self._data).compiled_fn
+            self._run = generated_code.loaded(self.serialize())
         self.modules += made
         asked = re.sub(r"L\['t(\d+)'\]", lambda found: self._sources[int(found[1])], asked)
         return asked, generated_code.bytes_of(made)
@@ -105,7 +105,7 @@ class _Making:
         return self._run(*tensors)
 
     def serialize(self) -> Any:
-        return pickle.loads(self._data)[0]
+        return pickle.loads(self._data)
 
 
 class NodeName(str):

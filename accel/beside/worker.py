@@ -22,7 +22,6 @@ from torch.fx.node import map_aggregate
 from ..compile import convolution
 from ..compile.inductor import code_generation, device_of
 from ..core import torch_internals
-from ..core.torch_internals import AOT_INDUCTOR
 from ..kernels import casts
 from .making import NodeName
 
@@ -81,7 +80,7 @@ def _compiled(
     threads: int,
     environment: Mapping[str, str],
 ) -> tuple[bytes, str]:
-    """Inductor's function for a traced graph, as torch saves it; and what that asks of the graph's sizes, a Python
+    """Inductor's code for a traced graph, as torch's cache has it; and what that asks of the graph's sizes, a Python
     expression of `L["t0"]`, `L["t1"]`, and so on.
 
     libraries: modules to import for operators. settings: of inductor, of autograd and of sizes.
@@ -113,7 +112,6 @@ def _compiled(
         torch_internals.TRACING.get()(torch_internals.TRACING_CONTEXT.get()(mode)),
         code_generation(device_of(examples)),
     ):
-        made = AOT_INDUCTOR.get()(torch_internals.LOOK_UP_BACKEND.get()("inductor")(module, examples))
-        data = AOT_INDUCTOR.get().serialize_compile_artifacts(made)
+        data = pickle.dumps(torch_internals.LOOK_UP_BACKEND.get()("inductor")(module, examples).serialize())
     sizes = [size for size in examples if isinstance(size, torch.SymInt)]
     return data, mode.shape_env.produce_guards_expression(sizes) or ""
