@@ -2,7 +2,8 @@
 
 Around the code that inductor generates, torch computes sizes, orders arguments and restores the output's form in each
 call: 16 to 32 µs of Python a block. For tensors of known sizes all of that comes out the same in every call, so it is
-watched once and then left out.
+watched once and then left out. The same goes for kernels of Triton's that torch launches itself: four functions of
+Python for each, 6 to 7 µs, of which one is left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any
 
 import torch
 
-from ..core.torch_internals import ANY_AUTOCAST, GENERATED_CALL
+from ..core.torch_internals import (
+    ANY_AUTOCAST,
+    AUTOTUNED,
+    DISPATCH_MODES,
+    GENERATED_CALL,
+    GRID,
+    LAUNCHES,
+    STATIC_KERNEL,
+    lacking,
+)
 from ..signature.argument_guard import items_at
 from .generated_code import LoadedCode
 
@@ -34,8 +44,13 @@ def watched(run: Run, tensors: Sequence[torch.Tensor]) -> tuple[Any, Run | None]
     codes = code, LoadedCode.__call__.__code__
     calls: list[tuple[Callable, list[Any]]] = []
     results: list[Any] = []
+    is_nvidia = torch.version.hip is None and any(tensor.is_cuda for tensor in tensors)
+    kernel = STATIC_KERNEL.get().__code__ if is_nvidia and lacking(LAUNCHES) is None else None
 
     def watch(frame: Any, event: str, value: Any) -> None:
+        if frame.f_code is kernel and event == "c_call" and value.__name__ == "_launch_kernel":
+            with suppress(Exception):  # of a torch that keeps these differently
+                _launch_directly(frame, value)
         if frame.f_code not in codes:
             return
         if event == "return":
@@ -94,3 +109,44 @@ def _output(out: Any, results: Any) -> Callable | None:
         return lambda results: results[at]
     choose = items_at(order)
     return choose if type(out) is tuple else lambda results: list(choose(results))
+
+
+_LAUNCHER = """
+def run({names}, stream):
+    if _profiler._is_profiler_enabled or _modes():
+        return _torchs({names}, stream=stream)
+    {prefix}
+    _launch(_function, {grid.x_grid}, {grid.y_grid}, {grid.z_grid}, _warps, _shared, _types, ({values},), stream)
+"""
+
+
+def _launch_directly(frame: Any, launch: Callable) -> None:
+    """Have a kernel that torch has settled on launched by one function from now on, where that passes on the same.
+
+    frame: of `STATIC_KERNEL`, as it calls `launch`. Where a profiler or a dispatch mode sees kernels, torch's own
+    function still runs. Any exception means that nothing has changed.
+    """
+    launcher, of_autotuner, kernel = frame.f_back, frame.f_back.f_back, frame.f_locals["self"]
+    autotuner, torchs = of_autotuner.f_locals["self"], AUTOTUNED.get()
+    (settled,) = autotuner.launchers  # it times several
+    is_settled = of_autotuner.f_code is torchs.__code__ and launcher.f_code is settled.__code__
+    does_more = type(autotuner).run is not torchs or autotuner.dump_launch_params or autotuner.dump_launch_tensors
+    if does_more or not is_settled:
+        return
+    given, passed = frame.f_locals, []
+    names = settled.__code__.co_varnames[: settled.__code__.co_argcount - 1]  # then comes the stream
+    values = [name for at, name in enumerate(kernel.arg_names) if at not in kernel.full_constexprs]
+    values += ["None"] * (len(given["args"]) - len(values))  # memory that torch launches no kernel statically with
+    grid = GRID.get()(autotuner.inductor_meta, settled.config)
+    parts = {"names": ", ".join(names), "values": ", ".join(values), "prefix": "\n    ".join(grid.prefix)}
+    constants = kernel.num_warps, kernel.shared, given["arg_tys"]
+    scope = dict(zip(("_warps", "_shared", "_types"), constants, strict=True), _function=kernel.function)
+    scope |= {"_profiler": torch.autograd.profiler, "_modes": DISPATCH_MODES.get()}
+    scope |= {"_torchs": None, "_launch": lambda *arguments: passed.append(arguments)}
+    exec(_LAUNCHER.format(grid=grid, **parts), scope)
+    scope["run"](*[launcher.f_locals[name] for name in names], stream=given["stream"])
+    function = given.get("function", kernel.function)  # newer torch may have one for each device
+    sizes = given["grid_x"], given["grid_y"], given["grid_z"]
+    if passed == [(function, *sizes, *constants, given["args"], given["stream"])]:
+        scope |= {"_torchs": torchs.__get__(autotuner), "_launch": launch}
+        autotuner.run = scope["run"]

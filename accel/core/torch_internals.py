@@ -144,6 +144,13 @@ STATIC_LAUNCH = Internal(
 _AROUND = "what torch puts around generated code runs in each call, slower"
 GENERATED_CALL = Internal("torch._inductor.output_code", "CompiledFxGraph.__call__", _AROUND)
 ANY_AUTOCAST = Internal("torch._C", "_is_any_autocast_enabled", _AROUND)
+_LAUNCHED = "four functions of Python run for each kernel that is launched, slower"
+AUTOTUNED = Internal("torch._inductor.runtime.triton_heuristics", "CachingAutotuner.run", _LAUNCHED)
+GRID = Internal("torch._inductor.runtime.triton_heuristics", "GridExpr.from_meta", _LAUNCHED)
+STATIC_KERNEL = Internal(
+    "torch._inductor.runtime.static_triton_launcher", "StaticallyLaunchedTritonKernel.run", _LAUNCHED, since="2.11"
+)
+DISPATCH_MODES = Internal("torch._C", "_len_torch_dispatch_stack", _LAUNCHED)
 
 _WAITED_FOR = "images wait for the code of blocks"
 GRAPH_PICKLER = Internal("torch.fx._graph_pickler", "GraphPickler", _WAITED_FOR)
@@ -181,6 +188,7 @@ BESIDE = (
     *(AOT_INDUCTOR, KERNEL_BUILDER, *KERNELS_BESIDE, PATTERNS, NO_CONTEXT),
 )
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
+LAUNCHES = (AUTOTUNED, GRID, STATIC_KERNEL, DISPATCH_MODES)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
 BUILT_KERNELS = (CODE_CACHE, WRITE, CACHE_FOLDER, TENSOR_ADDRESS)
 OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
