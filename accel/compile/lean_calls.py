@@ -120,8 +120,18 @@ def run({names}, stream):
 """
 
 
+class Launched:
+    """Stands for torch's autotuner in generated code; torch saves that itself with other graphs, as it is."""
+
+    def __init__(self, autotuner: Any, run: Callable):
+        self.autotuner, self.run = autotuner, run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.autotuner, name)
+
+
 def _launch_directly(frame: Any, launch: Callable) -> None:
-    """Have a kernel that torch has settled on launched by one function from now on, where that passes on the same.
+    """Have generated code launch a kernel that torch has settled on by one function, where that passes on the same.
 
     frame: of `STATIC_KERNEL`, as it calls `launch`. Where a profiler or a dispatch mode sees kernels, torch's own
     function still runs. Any exception means that nothing has changed.
@@ -149,4 +159,6 @@ def _launch_directly(frame: Any, launch: Callable) -> None:
     sizes = given["grid_x"], given["grid_y"], given["grid_z"]
     if passed == [(function, *sizes, *constants, given["args"], given["stream"])]:
         scope |= {"_torchs": torchs.__get__(autotuner), "_launch": launch}
-        autotuner.run = scope["run"]
+        generated = of_autotuner.f_back.f_globals
+        for name in [name for name, value in generated.items() if value is autotuner]:
+            generated[name] = Launched(autotuner, scope["run"])
