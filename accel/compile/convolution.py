@@ -1,25 +1,30 @@
 """A convolution operator that is opaque to the compiler, so that one graph serves every batch.
 
 Tracing torch's own convolution asks which library will run it, and the answer depends on the batch (on CPU: 1, 2 to
-15, 16 and more). The compiler fuses the operations around this operator; cuDNN or oneDNN run it as in eager mode.
+15, 16 and more). The compiler fuses the operations around this operator; cuDNN or oneDNN run it as in eager mode. In
+code that inductor generates, torch's function stands in its place: the operator's own Python takes 10 µs a call.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.modules import conv
 
+from ..core.torch_internals import LIBRARY_CALL, PYTHON_WRAPPER
 from ..kernels import operators
 from ..signature.tensors import CHANNELS_LAST, is_channels_last
 
 _SIGNATURE = (
-    "(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups)"
-    " -> Tensor"
+    "(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed,"
+    " SymInt[] output_padding, SymInt groups) -> Tensor"
 )
+"""That of `torch.convolution`."""
 
 
 def _memory_format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -28,12 +33,11 @@ def _memory_format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format
     return torch.contiguous_format
 
 
-def _run(x, weight, bias, stride, padding, dilation, groups):
-    out = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
-    return out.contiguous(memory_format=_memory_format(x, weight))
+def _run(x, weight, *how):
+    return torch.convolution(x, weight, *how).contiguous(memory_format=_memory_format(x, weight))
 
 
-def _fake(x, weight, bias, stride, padding, dilation, groups):
+def _fake(x, weight, bias, stride, padding, dilation, *_):
     sizes = [
         (size + 2 * pad - spread * (kernel - 1) - 1) // step + 1
         for size, kernel, step, pad, spread in zip(
@@ -47,9 +51,8 @@ def _fake(x, weight, bias, stride, padding, dilation, groups):
 def _conv_forward(self, x, weight, bias):
     # oneDNN adds the bias before rounding, so it stays inside; cuDNN after, so it is fused with what follows.
     inside = bias if x.device.type == "cpu" else None
-    out = torch.ops.accel.convolution(
-        x, weight, inside, list(self.stride), list(self.padding), list(self.dilation), self.groups
-    )
+    how = list(self.stride), list(self.padding), list(self.dilation), False, [0] * len(self.stride), self.groups
+    out = torch.ops.accel.convolution(x, weight, inside, *how)
     return out if bias is inside else out + bias.view(-1, *(1,) * (x.ndim - 2))
 
 
@@ -87,6 +90,27 @@ def _is_torchs_own(cls: type) -> bool:
 def define() -> None:
     """Register the operator."""
     operators.define("convolution", _SIGNATURE, _run, _fake)
+
+
+@contextmanager
+def called_directly() -> Iterator[None]:
+    """A context in which inductor generates calls of torch's function where its result is laid out as the operator's:
+    channels last, not all libraries give what they are given."""
+    own = LIBRARY_CALL.get(None)
+    if own is None:
+        yield
+        return
+
+    def write(self: Any, node: Any) -> None:
+        if str(node.op_overload) == "accel.convolution.default" and node.outputs[0].get_layout().is_contiguous():
+            node.python_kernel_name = "torch.convolution"
+        own(self, node)
+
+    PYTHON_WRAPPER.get().generate_fallback_kernel = write
+    try:
+        yield
+    finally:
+        PYTHON_WRAPPER.get().generate_fallback_kernel = own
 
 
 def leave_to_library(template: torch.nn.Module) -> None:

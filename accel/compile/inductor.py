@@ -22,6 +22,7 @@ from ..kernels.sizes import narrow_sizes
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
+from .convolution import called_directly
 from .native_kernels import carry_built_kernels
 
 TEMPLATE = "the block's template"
@@ -71,6 +72,7 @@ def code_generation(device: torch.device) -> Iterator[None]:
         rewritten_graphs(device.type),
         unknown_casts_left(device),
         checked_together(),
+        called_directly(),
     ):
         yield
 

@@ -134,6 +134,9 @@ _WRAPPER = "torch._inductor.codegen.wrapper"
 PYTHON_WRAPPER = Internal(_WRAPPER, "PythonWrapperCodegen", _ONE_BY_ONE)
 INPUT_ASSERTS = Internal(_WRAPPER, "PythonWrapperCodegen.codegen_input_size_asserts", _ONE_BY_ONE)
 GENERATED_CODE = Internal(_WRAPPER, "PythonWrapperCodegen.generate", "nobody is told when kernels are built")
+LIBRARY_CALL = Internal(
+    _WRAPPER, "PythonWrapperCodegen.generate_fallback_kernel", "an operator's Python runs in each convolution, slower"
+)
 STATIC_LAUNCH = Internal(
     "torch._inductor.config",
     "static_launch_user_defined_triton_kernels",

@@ -22,6 +22,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def fixed(module):
@@ -119,6 +120,32 @@ def test_channels_last_is_kept():
     graph, weights = compiled(block, inputs)
     check(graph, weights, block, *inputs)
     assert graph.run((*weights.take(), *inputs)).stride() == block(*inputs).stride()
+
+
+class Called(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "convolution"),
+    [(torch.contiguous_format, "aten.convolution.default"), (torch.channels_last, "accel.convolution.default")],
+)
+def test_generated_code_calls_torchs_own_convolution_where_what_it_gives_is_contiguous(layout, convolution):
+    block = fixed(ConvBlock()).to(memory_format=layout)
+    x, emb = conv_inputs(2, 6, 5)
+    graph, weights = compiled(block, inputs := (x.to(memory_format=layout), emb), backend="inductor")
+    with Called() as called:
+        out = graph.run((*weights.take(), *inputs))
+    assert {name for name in called.names if "convolution" in name} == {convolution}
+    torch.testing.assert_close(out, block(*inputs))
 
 
 class Cut(nn.Conv3d):
