@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import io
-import json
 import os
 import pickle
 import queue
@@ -21,10 +20,11 @@ import torch
 
 from ..compile import generated_code
 from ..compile.backend import Artifact
-from ..compile.inductor import Inductor
+from ..compile.inductor import Inductor, device_of
 from ..core import torch_internals
 from ..core.events import log
 from ..core.torch_internals import AOT_INDUCTOR
+from ..signature import switches
 
 VARIABLE = "ACCEL_COMPILE_BESIDE"
 """In the environment: 0 has every image wait for its code, 1 none, whatever the machine has."""
@@ -35,8 +35,8 @@ MEMORY, IDLE = 3 << 30, 60.0
 _ENGINE = __name__.rsplit(".", 2)[0]
 _SIZE = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
 _BEGIN = """
-import importlib, json, sys, types
-sys.path[:], around, name = json.loads(sys.argv[1])
+import importlib, pickle, sys, types
+sys.path[:], around, name = pickle.load(sys.stdin.buffer)
 for package, places in around.items():
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = places
@@ -64,23 +64,25 @@ class Beside(Inductor):
     """Inductor in the process: the code of an artifact is pending."""
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
-        making = _Making()
+        making = _Making(device_of(tensors))
         artifact, making.modules = self._compile(function, tensors, making.backend)
         return artifact if making.job is None else dataclasses.replace(artifact, pending=making)
 
 
 class _Making:
-    """The function of one graph while it is made. job: the answer of the process; None where the graph was not sent."""
+    """The function of one graph while it is made. job: the answer of the process; None where the graph was not sent.
 
-    job: Future | None = None
+    device: that the code is for.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.modules, self._run = device, [], None
+        self.job: Future | None = None
 
     def backend(self, graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
         """For torch: this, which runs once it is taken; a function made here where the graph cannot be sent."""
         try:
-            sent = torch.fx.GraphModule(graph, graph.graph)
-            given = [node.meta["example_value"] for node in sent.graph.find_nodes(op="placeholder")]
-            self._sources = [_source_of(size) for size in given if isinstance(size, torch.SymInt)]
-            self.job = _process.ask(_job_of(sent))
+            self.job = _process.ask(_job_of(torch.fx.GraphModule(graph, graph.graph), self.device))
         except Exception as error:
             log.debug("A graph is compiled in this process: %s: %s", type(error).__name__, error)
         here = torch_internals.LOOK_UP_BACKEND.get()("inductor")
@@ -94,18 +96,16 @@ class _Making:
         answer = self.job.result()
         if isinstance(answer, str):
             raise RuntimeError(answer)
-        self._data, asked = answer
         with generated_code.collected() as made, generated_code.own_settings():
             self._run = generated_code.loaded(self.serialize())
         self.modules += made
-        asked = re.sub(r"L\['t(\d+)'\]", lambda found: self._sources[int(found[1])], asked)
-        return asked, generated_code.bytes_of(made)
+        return answer[1], generated_code.bytes_of(made)
 
     def __call__(self, *tensors: Any) -> Any:
         return self._run(*tensors)
 
     def serialize(self) -> Any:
-        return pickle.loads(self._data)
+        return pickle.loads(self.job.result()[0])
 
 
 class NodeName(str):
@@ -118,11 +118,17 @@ def _source_of(size: torch.SymInt) -> str:
     return next(source for source, symbol in known if symbol == size.node.expr and _SIZE.fullmatch(source))
 
 
-def _job_of(graph: torch.fx.GraphModule) -> dict[str, Any]:
+def _job_of(graph: torch.fx.GraphModule, device: torch.device) -> dict[str, Any]:
     """What the process needs. Raises Exception, of any type: something of it cannot leave this one."""
     from torch._functorch import config as of_autograd
     from torch._inductor import config
 
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    is_other = is_deterministic or not torch.backends.mkldnn.enabled or torch.get_default_dtype() is not torch.float32
+    if is_other or config.max_autotune or config.max_autotune_gemm or config.max_autotune_pointwise:
+        raise ValueError("torch is set otherwise")
+    if any(node.name.startswith("triton_kernel_wrapper") for node in graph.graph.nodes):
+        raise ValueError("it has kernels of others")
     mode = torch_internals.FAKE_MODE.get()
 
     class Pickler(torch_internals.GRAPH_PICKLER.get()):
@@ -136,9 +142,13 @@ def _job_of(graph: torch.fx.GraphModule) -> dict[str, Any]:
 
     options = torch_internals.PICKLED_NODES.get()(ops_filter=None, node_metadata_key_filter="example_value".__eq__)
     Pickler(stream := io.BytesIO(), options).dump(graph)
+    given = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
     operators = [node.target for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     return {
         "graph": stream.getvalue(),
+        "device": device,
+        "sources": [_source_of(size) for size in given if isinstance(size, torch.SymInt)],
+        "switches": switches.in_force(),
         "libraries": {operator.namespace for operator in operators},
         "settings": [_settings(each) for each in (config, of_autograd, torch.fx.experimental._config)],
         "threads": torch.get_num_threads(),
@@ -162,18 +172,19 @@ class _Process:
 
     def __init__(self) -> None:
         self.given, self.done, self.has_failed = 0, 0, False
-        self._jobs: queue.SimpleQueue[tuple[dict[str, Any], Future]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[bytes, Future]] = queue.SimpleQueue()
         self._running: subprocess.Popen | None = None
         self._thread = threading.Thread(target=self._serve, name="accel-beside", daemon=True)
 
     def ask(self, job: dict[str, Any]) -> Future:
         """Its answer, or an exception where it has ended. One thread asks at a time, as torch compiles."""
+        data = pickle.dumps(job)
         if self._thread.ident is None:
             self._thread.start()
         if self.done == self.given:
             self.given = self.done = 0
         self.given += 1
-        self._jobs.put((job, answer := Future()))
+        self._jobs.put((data, answer := Future()))
         return answer
 
     def stop(self) -> None:
@@ -194,7 +205,7 @@ class _Process:
                 if self.has_failed:
                     raise EOFError("the process that compiles beside images has ended")
                 running = self._running = self._running or _begin()
-                pickle.dump(job, running.stdin)
+                running.stdin.write(job)
                 running.stdin.flush()
                 answer.set_result(pickle.load(running.stdout))
             except Exception as error:
@@ -207,10 +218,11 @@ class _Process:
 def _begin() -> subprocess.Popen:
     names = _ENGINE.split(".")
     around = {name: list(sys.modules[name].__path__) for name in (".".join(names[:at]) for at in range(1, len(names)))}
-    how = json.dumps([sys.path, around, f"{_ENGINE}.beside.worker"])
     quietly = {"creationflags": 0x08004000} if sys.platform == "win32" else {}  # no window, below normal priority
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-c", _BEGIN, how], **pipes, **quietly)
+    made = subprocess.Popen([sys.executable, "-c", _BEGIN], **pipes, **quietly)
+    pickle.dump((sys.path, around, f"{_ENGINE}.beside.worker"), made.stdin)
+    return made
 
 
 _process = _Process()

@@ -10,6 +10,7 @@ import importlib
 import os
 import pickle
 import queue
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +21,10 @@ import torch
 from torch.fx.node import map_aggregate
 
 from ..compile import convolution
-from ..compile.inductor import code_generation, device_of
+from ..compile.inductor import code_generation
 from ..core import torch_internals
 from ..kernels import casts
+from ..signature.switches import put_in_force
 from .making import NodeName
 
 
@@ -67,6 +69,11 @@ def _keep_off_devices() -> None:
     patterns = torch_internals.PATTERNS.get()
     _replace(torch_internals.NO_CONTEXT, lambda device: None)
     _replace(torch_internals.PATTERNS, lambda device: patterns(torch.device("cpu")))  # with a number on the device
+    _replace(torch_internals.PADDING_TIMES, _no_times)
+
+
+def _no_times(*_: Any) -> None:
+    raise RuntimeError("products would be timed on the device")
 
 
 def _replace(name: torch_internals.Internal, by: Callable) -> None:
@@ -75,15 +82,18 @@ def _replace(name: torch_internals.Internal, by: Callable) -> None:
 
 def _compiled(
     graph: bytes,
+    device: torch.device,
+    sources: Sequence[str],
+    switches: tuple,
     libraries: Iterable[str],
     settings: Sequence[Mapping[str, Any]],
     threads: int,
     environment: Mapping[str, str],
 ) -> tuple[bytes, str]:
-    """Inductor's code for a traced graph, as torch's cache has it; and what that asks of the graph's sizes, a Python
-    expression of `L["t0"]`, `L["t1"]`, and so on.
+    """Inductor's code for a traced graph, as torch's cache has it; and what that asks of sizes (`Facts.asked`).
 
-    libraries: modules to import for operators. settings: of inductor, of autograd and of sizes.
+    device: that the code is for. sources: expressions for the sizes that the graph is given, in its order. switches:
+    `switches.in_force`. libraries: modules to import for operators. settings: of inductor, of autograd and of sizes.
     """
     from torch._functorch import config as of_autograd
     from torch._inductor import config
@@ -92,6 +102,7 @@ def _compiled(
     of_sizes = torch.fx.experimental._config
     os.environ.update(environment)
     torch.set_num_threads(threads)
+    put_in_force(switches)
     convolution.define()
     casts.define()
     for library in libraries:
@@ -110,8 +121,9 @@ def _compiled(
         of_autograd.patch(settings[1]),
         of_sizes.patch(settings[2]),
         torch_internals.TRACING.get()(torch_internals.TRACING_CONTEXT.get()(mode)),
-        code_generation(device_of(examples)),
+        code_generation(device),
     ):
         data = pickle.dumps(torch_internals.LOOK_UP_BACKEND.get()("inductor")(module, examples).serialize())
     sizes = [size for size in examples if isinstance(size, torch.SymInt)]
-    return data, mode.shape_env.produce_guards_expression(sizes) or ""
+    asked = mode.shape_env.produce_guards_expression(sizes) or ""
+    return data, re.sub(r"L\['t(\d+)'\]", lambda found: sources[int(found[1])], asked)

@@ -226,6 +226,12 @@ class GraphCache:
             entry.drop(graph)
             self._graphs_dropped()
 
+    def has_grown(self, entry: Entry, graph: CompiledGraph) -> None:
+        """A graph of an entry has its code only now."""
+        with self._lock:
+            self._sizes[entry.key] = graph.nbytes
+            self._shrink(self._in_use() | {entry.key})
+
     def _enter(self, key: Hashable, name: str, lease: Lease | None, is_capture: bool) -> Entry:
         with self._lock:
             entry = self._entries.get(key)

@@ -77,9 +77,9 @@ def code_generation(device: torch.device) -> Iterator[None]:
         yield
 
 
-def device_of(tensors: Sequence[Any]) -> torch.device:
-    """The device of a graph's tensors; a number on the CPU does not count."""
-    return next((each.device for each in tensors if isinstance(each, torch.Tensor) and each.ndim), torch.device("cpu"))
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """The device of a function's tensors; a number on the CPU does not count."""
+    return next((tensor.device for tensor in tensors if tensor.ndim), torch.device("cpu"))
 
 
 def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn.Module) -> bytes:

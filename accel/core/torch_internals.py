@@ -166,6 +166,7 @@ KERNEL_SOURCE = Internal("torch._inductor.async_compile", "_load_triton_kernel_f
 KERNEL_KEY = Internal("torch._inductor.async_compile", "CompiledTritonKernels.key", _WAITED_FOR)
 KERNELS_SAVED = Internal("torch._inductor.triton_bundler", "TritonBundler.put_static_autotuner", _WAITED_FOR)
 PATTERNS = Internal("torch._inductor.fx_passes.fuse_attention", "_get_sfdp_patterns", _WAITED_FOR)
+PADDING_TIMES = Internal("torch._inductor.fx_passes.pad_mm", "should_pad_bench_key", _WAITED_FOR)
 NO_CONTEXT = Internal("torch._subclasses.fake_tensor", "init_gpu_context", _WAITED_FOR)
 
 _AS_TRACED = "group norms are inductor's, slower"
@@ -188,7 +189,7 @@ CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
 KERNELS_BESIDE = (KERNEL_ASSEMBLER, KERNEL_SOURCE, KERNEL_KEY, KERNELS_SAVED)
 BESIDE = (
     *(GRAPH_PICKLER, PICKLED_NODES, FAKE_MODE, TRACING, SIZES_SETTINGS, INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS),
-    *(AOT_INDUCTOR, KERNEL_BUILDER, *KERNELS_BESIDE, PATTERNS, NO_CONTEXT),
+    *(*SAVING, KERNEL_BUILDER, *KERNELS_BESIDE, PATTERNS, PADDING_TIMES, NO_CONTEXT),
 )
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 LAUNCHES = (AUTOTUNED, GRID, STATIC_KERNEL, DISPATCH_MODES)

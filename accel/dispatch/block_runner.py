@@ -222,6 +222,8 @@ class BlockRunner:
 
     def _wait(self, call: Call, why: CodePending) -> Any:
         """Run a call eagerly whose code is still being made; a later one like it may run compiled."""
+        if self.observer is not None and self.observer.capturing:
+            raise NotReady(f"{self.kind.name} ({self._region.path}) has no code yet")
         self._pending = why.pending
         self.ways.add(COMPARED)
         if self.observer is not None:

@@ -133,23 +133,25 @@ class GraphResolver:
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_failed", error=f"out of memory: {one_line(error)}")
         else:
-            if graph.pending is not None and not self._take_code(call, entry, graph):
+            if graph.pending is not None and not self._take_code(call, entry, graph, is_beside):
                 return self._resolve(call, observer, is_beside=False)
             return self._resolved(call, entry, graph, observer is not None and observer.may_capture)
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
 
-    def _take_code(self, call: Call, entry: Entry, graph: CompiledGraph) -> bool:
+    def _take_code(self, call: Call, entry: Entry, graph: CompiledGraph, is_beside: bool) -> bool:
         """Whether the graph runs this call, now that its code is there. Raises CodePending."""
         pending = graph.pending
-        if pending is not None and not pending.is_done:
+        if is_beside and pending is not None and not pending.is_done:
             raise CodePending(pending)
         try:
-            block_compiler.take_code(graph, call.devices)
+            with entry.busy:  # nobody asks now what the graph is right for
+                block_compiler.take_code(graph, call.devices)
         except Exception as error:
             pass_on(error, self._interrupts)
             log.warning("%s is compiled while the image waits: %s", call.kind.name, one_line(error))
             self._cache.drop_graph(entry, graph)
             return False
+        self._cache.has_grown(entry, graph)
         self._save(call, graph)
         return graph.serves(call)
 

@@ -32,6 +32,28 @@ def in_force() -> tuple:
     )
 
 
+def put_in_force(given: tuple) -> None:
+    """Set the switches as `in_force` said in another process. Raises Exception, of any type: this torch cannot."""
+    products, convolutions, of_torch = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    owners = [*((products, name) for name in _PRODUCTS), *((convolutions, name) for name in _CONVOLUTIONS)]
+    values = iter(given)
+    torch.set_float32_matmul_precision(next(values))
+    torch.use_deterministic_algorithms(next(values))
+    for owner, name in owners:
+        value = next(values)
+        if value != asked(lambda owner=owner, name=name: getattr(owner, name)):
+            setattr(owner, name, value)
+    for older, newer in ((products, products), (convolutions, getattr(convolutions, "conv", None))):
+        value = next(values)
+        if value != _tf32(older, newer):
+            setattr(*((older, "allow_tf32") if isinstance(value, bool) else (newer, "fp32_precision")), value)
+    of_torch.allow_fp16_bf16_reduction_math_sdp(next(values))
+    for name in _ATTENTIONS:
+        getattr(of_torch, f"enable_{name}_sdp")(next(values))
+    if in_force() != given:
+        raise ValueError("switches of torch are otherwise here")
+
+
 def _tf32(older: Any, newer: Any) -> Any:
     """By torch's older name; where it was set by the newer one, by that."""
     allowed = asked(lambda: older.allow_tf32)

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "compile": ("core", "signature", "modules", "fingerprint", "kernels"),
     "cache": ("core", "signature", "modules", "fingerprint", "compile"),
     "store": ("core", "signature", "modules", "fingerprint", "compile", "cache"),
-    "beside": ("core", "kernels", "compile"),
+    "beside": ("core", "signature", "kernels", "compile"),
     "dispatch": ("core", "signature", "modules", "fingerprint", "compile", "cache", "beside"),
     "step_cache": ("core", "signature", "modules"),
     "cuda_graphs": ("core", "signature", "modules", "fingerprint", "compile", "cache", "dispatch", "step_cache"),

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from comfy_accel.accel.beside import making
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import generated_code
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
 from kit import blocks, stores
@@ -111,7 +113,7 @@ def test_a_process_that_ends_costs_the_time_to_compile_here(block, process, capl
 
 
 def test_a_graph_that_cannot_be_compiled_there_is_compiled_here(block, process, monkeypatch):
-    monkeypatch.setattr(making, "_job_of", lambda graph: {"graph": b"", "nothing": None})
+    monkeypatch.setattr(making, "_job_of", lambda graph, device: {"graph": b"", "nothing": None})
     cache = GraphCache()
     stand_in, x = runner(block, cache), inputs(2, 6)
     with torch.inference_mode():
@@ -131,6 +133,60 @@ def test_passes_of_others_are_not_left_out(block, process, monkeypatch):
         x = inputs(2, 6)
         torch.testing.assert_close(runner(block, cache)(block.forward, x), block(x))
     assert asked and process.given == 0
+
+
+def test_torchs_switches_are_as_here(block, process):
+    x, generated = inputs(2, 6), []
+    own = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        for is_on in (True, False):
+            torch.backends.cuda.enable_flash_sdp(is_on)
+            for beside in (True, False):
+                cache = GraphCache()
+                stand_in = blocks.runner(block, cache, backend="inductor", beside=beside)
+                with generated_code.collected() as modules, torch.inference_mode():
+                    stand_in(block.forward, x)
+                    wait(cache)
+                    stand_in(block.forward, x)
+                generated.append("flash_attention" in "".join(Path(module.__file__).read_text() for module in modules))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(own)
+    assert generated == [True, True, False, False]
+
+
+def test_how_torch_is_set_otherwise_keeps_graphs_here(block, process):
+    own = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        stand_in = runner(block, GraphCache())
+        with torch.inference_mode():
+            torch.testing.assert_close(stand_in(block.forward, inputs(2, 6).float()), block(inputs(2, 6).float()))
+    finally:
+        torch.set_default_dtype(own)
+    assert stand_in.eager_calls == 0 and process.given == 0
+
+
+def test_who_asked_for_no_code_beside_waits_for_what_somebody_else_has_begun(block, process):
+    cache, x = GraphCache(), inputs(2, 6)
+    with torch.inference_mode():
+        runner(block, cache)(block.forward, x)
+        waiting = blocks.runner(block, cache, backend="inductor")
+        torch.testing.assert_close(waiting(block.forward, x), block(x))
+    assert waiting.eager_calls == 0 and cache.statistics()["compilations"] == 1
+
+
+def test_code_counts_once_it_is_there(block, process):
+    cache = GraphCache()
+    runner(block, cache)(block.forward, inputs(2, 6))
+    wait(cache)
+    runner(block, cache)(block.forward, inputs(2, 6))
+    made = cache.statistics()["bytes"]
+    tight, other = GraphCache(max_bytes=made + made // 2), Block().double().requires_grad_(False)
+    for one, x in ((block, inputs(2, 6)), (other, inputs(2, 6).double())):
+        for _ in range(2):
+            runner(one, tight)(one.forward, x)
+            wait(tight)
+    assert 0 < tight.statistics()["bytes"] <= tight.max_bytes
 
 
 def test_it_needs_a_core_and_memory_of_its_own(process, monkeypatch):
