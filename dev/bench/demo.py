@@ -85,7 +85,9 @@ def exact(comfyui: Path, checkpoint: Path, backend: str) -> list[report.Row]:
     """A row for each case: the saved workflow without and with the pack, in one ComfyUI."""
     base = FOLDER / "base"
     offered = offer_checkpoint(base, checkpoint)
-    with serving(base, comfyui=comfyui, extra_flags=["--extra-model-paths-config", str(offered)]) as server:
+    waits = {"ACCEL_COMPILE_BESIDE": "0"}  # else its images show little of what is compiled beside them
+    flags = ["--extra-model-paths-config", str(offered)]
+    with serving(base, comfyui=comfyui, extra_flags=flags, environment=waits) as server:
         client = Client(server.url)
         graph = workflow.change(
             workflow.bypass(workflow.load(), "AccelDeepCache"),

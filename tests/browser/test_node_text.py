@@ -103,6 +103,9 @@ def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     assert page.evaluate(TEXTS) == []
     page.evaluate(SAY, {**compiling, "prompt_id": "prompt 1"})
     until_shown(page, "Compiling ResBlock, 2 of 5 · building kernels")
+    beside = {**compiling, "name": "", "number": 3, "stage": "beside", "prompt_id": "prompt 1"}
+    page.evaluate(SAY, beside)
+    until_shown(page, "Compiling 3 of 5 · beside the image")
     ran(page, "prompt 1", node, "2", "99")
     page.evaluate("() => window.app.api.dispatchCustomEvent('execution_success', { prompt_id: 'prompt 1' })")
     until_shown(page, SAID)  # and not on the latent, which is not ours

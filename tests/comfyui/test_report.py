@@ -8,6 +8,7 @@ import comfyui_version
 import folder_paths
 import pytest
 import torch
+from comfy_accel.accel.beside import making
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.compile.generated_code import STAGES
 from comfy_accel.accel.core import events
@@ -63,6 +64,20 @@ def fast(model, cache=warm, made_by=None):
 
 def image(model, **arguments):
     return tiny_models.sample(model, **{"width": 64, "height": 72, "steps": 3, **arguments})
+
+
+def test_what_is_compiled_beside_the_image_is_told_when_it_changes(monkeypatch):
+    now, told = [(0, 0)], []
+    monkeypatch.setattr(making, "progress", lambda: now[-1])
+    progress = CompileProgress()
+    stop = events.subscribe(lambda name, data: told.append((data["number"], data["of"], data["stage"], data["node"])))
+    try:
+        for done in ((0, 0), (0, 2), (0, 2), (1, 2), (2, 2), (2, 2)):
+            with progress.during_call(2, "7"):
+                now.append(done)
+    finally:
+        stop()
+    assert told == [(1, 2, "beside", "7"), (2, 2, "beside", "7"), (2, 2, "beside", "7")]
 
 
 def test_first_run_compiles_and_the_second_finds_all_there(unet):
