@@ -119,7 +119,7 @@ def _source_of(size: torch.SymInt) -> str:
 
 
 def _job_of(graph: torch.fx.GraphModule, device: torch.device) -> dict[str, Any]:
-    """What the process needs. Raises Exception, of any type: something of it cannot leave this one."""
+    """The graph, and how torch is set, for the process. Raises Exception, of any type: something cannot leave here."""
     from torch._functorch import config as of_autograd
     from torch._inductor import config
 

@@ -13,7 +13,7 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -65,19 +65,16 @@ def _keep_off_devices() -> None:
         if kernel.is_statically_launchable():
             save(key(source), kernel)
 
-    torch_internals.KERNEL_BUILDER.get().triton = triton
     patterns = torch_internals.PATTERNS.get()
-    _replace(torch_internals.NO_CONTEXT, lambda device: None)
-    _replace(torch_internals.PATTERNS, lambda device: patterns(torch.device("cpu")))  # with a number on the device
-    _replace(torch_internals.PADDING_TIMES, _no_times)
+    torch_internals.KERNEL_BUILDER.replaced(triton).start()
+    torch_internals.NO_CONTEXT.replaced(lambda device: None).start()
+    # With a number on the device.
+    torch_internals.PATTERNS.replaced(lambda device: patterns(torch.device("cpu"))).start()
+    torch_internals.PADDING_TIMES.replaced(_no_times).start()
 
 
 def _no_times(*_: Any) -> None:
     raise RuntimeError("products would be timed on the device")
-
-
-def _replace(name: torch_internals.Internal, by: Callable) -> None:
-    setattr(importlib.import_module(name.module), name.name, by)
 
 
 def _compiled(

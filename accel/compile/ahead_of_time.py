@@ -98,12 +98,8 @@ def _sources_unread() -> Iterator[None]:
         if threading.get_ident() != thread:
             read(info, code)
 
-    sources = torch_internals.SOURCE_INFO.get()
-    sources.add_code = add_code
-    try:
+    with torch_internals.READ_SOURCE.replaced(add_code):
         yield
-    finally:
-        sources.add_code = read
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.modules import conv
 
-from ..core.torch_internals import LIBRARY_CALL, PYTHON_WRAPPER
+from ..core.torch_internals import LIBRARY_CALL
 from ..kernels import operators
 from ..signature.tensors import CHANNELS_LAST, is_channels_last
 
@@ -106,11 +106,8 @@ def called_directly() -> Iterator[None]:
             node.python_kernel_name = "torch.convolution"
         own(self, node)
 
-    PYTHON_WRAPPER.get().generate_fallback_kernel = write
-    try:
+    with LIBRARY_CALL.replaced(write):
         yield
-    finally:
-        PYTHON_WRAPPER.get().generate_fallback_kernel = own
 
 
 def leave_to_library(template: torch.nn.Module) -> None:

@@ -64,11 +64,8 @@ def building_told() -> Iterator[None]:
             emit("compile_stage", stage=BUILD)
         return code
 
-    wrapper.generate = told
-    try:
+    with GENERATED_CODE.replaced(told):
         yield
-    finally:
-        wrapper.generate = generate
 
 
 @contextmanager

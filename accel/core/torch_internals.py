@@ -13,8 +13,9 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -54,6 +55,12 @@ class Internal:
         if found is _ABSENT:
             raise Lacking(f"this torch has no {self}")
         return found
+
+    def replaced(self, by: Any) -> Any:
+        """A context in which torch has another object under this name, or with `start` the rest of the process."""
+        owner, _, name = self.name.rpartition(".")
+        holder = replace(self, name=owner).get() if owner else importlib.import_module(self.module)
+        return patch.object(holder, name, by)
 
     def _find(self) -> Any:
         try:
@@ -134,9 +141,7 @@ _WRAPPER = "torch._inductor.codegen.wrapper"
 PYTHON_WRAPPER = Internal(_WRAPPER, "PythonWrapperCodegen", _ONE_BY_ONE)
 INPUT_ASSERTS = Internal(_WRAPPER, "PythonWrapperCodegen.codegen_input_size_asserts", _ONE_BY_ONE)
 GENERATED_CODE = Internal(_WRAPPER, "PythonWrapperCodegen.generate", "nobody is told when kernels are built")
-LIBRARY_CALL = Internal(
-    _WRAPPER, "PythonWrapperCodegen.generate_fallback_kernel", "an operator's Python runs in each convolution, slower"
-)
+LIBRARY_CALL = Internal(_WRAPPER, "PythonWrapperCodegen.generate_fallback_kernel", "convolutions run Python, slower")
 STATIC_LAUNCH = Internal(
     "torch._inductor.config",
     "static_launch_user_defined_triton_kernels",
@@ -160,7 +165,7 @@ GRAPH_PICKLER = Internal("torch.fx._graph_pickler", "GraphPickler", _WAITED_FOR)
 PICKLED_NODES = Internal("torch.fx._graph_pickler", "Options", _WAITED_FOR)
 SIZES_SETTINGS = Internal("torch.fx.experimental._config", "save_config_portable", _WAITED_FOR)
 TRACING = Internal("torch._guards", "tracing", _WAITED_FOR)
-KERNEL_BUILDER = Internal("torch._inductor.async_compile", "AsyncCompile", _WAITED_FOR)
+KERNEL_BUILDER = Internal("torch._inductor.async_compile", "AsyncCompile.triton", _WAITED_FOR)
 KERNEL_ASSEMBLER = Internal("torch._inductor.async_compile", "_set_triton_ptxas_path", _WAITED_FOR)
 KERNEL_SOURCE = Internal("torch._inductor.async_compile", "_load_triton_kernel_from_source", _WAITED_FOR)
 KERNEL_KEY = Internal("torch._inductor.async_compile", "CompiledTritonKernels.key", _WAITED_FOR)

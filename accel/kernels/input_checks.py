@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from ..core import torch_internals
 from ..signature.argument_guard import has_native_guard
@@ -64,5 +63,5 @@ def checked_together() -> Iterator[None]:
                 guard = f"{torch_internals.TENSOR_GUARDS}({given}, dynamic_dims_sizes=None, dynamic_dims_strides=None)"
                 prefix.writeline(f"{_NAME}.append({guard})")
 
-    with patch.object(wrapper, "codegen_input_size_asserts", write):
+    with torch_internals.INPUT_ASSERTS.replaced(write):
         yield

@@ -8,7 +8,6 @@ some twenty; by a number that the host computed from the size, three.
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,14 +60,13 @@ def narrow_sizes() -> Iterator[None]:
 
 def _typed(narrow: frozenset[str]) -> AbstractContextManager[Any]:
     """A context in which the kernel being finished takes these arguments as 32 bits."""
-    name = torch_internals.KERNEL_SIGNATURE
-    module, original = importlib.import_module(name.module), name.get()
+    original = torch_internals.KERNEL_SIGNATURE.get()
 
     def typed(*args: Any, **kwargs: Any) -> dict[str, str]:
         types = original(*args, **kwargs)
         return {name: "i32" if name in narrow and of == "i64" else of for name, of in types.items()}
 
-    return patch.object(module, name.name, typed)
+    return torch_internals.KERNEL_SIGNATURE.replaced(typed)
 
 
 def _narrow(kernel: Any) -> frozenset[str]:
