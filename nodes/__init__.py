@@ -7,7 +7,7 @@ from .clear_cache import AccelClearGraphCache
 from .controlnet import AccelControlNet
 from .deep_cache import AccelDeepCache
 from .report import AccelReport
-from .resolution import AccelResolutionRestore, AccelResolutionSnap, AccelSnapImage, AccelSnapSize
+from .resolution import AccelResolutionRestore, AccelResolutionSnap
 from .speed_up import AccelSpeedUp
 from .text_encoder import AccelTextEncoder
 from .vae import AccelVAESkipCompile
@@ -20,8 +20,6 @@ NODES: list[type[io.ComfyNode]] = [
     AccelControlNet,
     AccelTextEncoder,
     AccelVAESkipCompile,
-    AccelSnapSize,
-    AccelSnapImage,
     AccelResolutionSnap,
     AccelResolutionRestore,
     AccelWarmUpGraphs,

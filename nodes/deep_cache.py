@@ -9,15 +9,6 @@ from ..accel.step_cache.config import BALANCED, FAST, DeepCacheSettings
 QUALITIES = {"Balanced": BALANCED, "Fast": FAST, "50 dB": 50.0, "45 dB": 45.0, "30 dB": 30.0}
 """Choices of `quality`, each with the dB that it plans for."""
 
-EARLIER = {
-    "off": BALANCED,
-    "50 dB (same picture)": 50.0,
-    "40 dB (hard to see)": BALANCED,
-    "32 dB (small changes)": FAST,
-}
-"""What prompts and workflows of 0.1 and of earlier builds of 0.2 may hold. `web/earlier_workflows.js` knows the
-rest."""
-
 
 class AccelDeepCache(io.ComfyNode):
     """MODEL in, MODEL out: the same model with its blocks skipped on some steps."""
@@ -84,11 +75,11 @@ class AccelDeepCache(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, quality="Balanced") -> bool | str:
-        if quality in QUALITIES or quality in EARLIER:
+        if quality in QUALITIES:
             return True
         return f"DeepCache: quality is {quality!r}; it must be one of: {', '.join(QUALITIES)}."
 
     @classmethod
     def execute(cls, model, quality="Balanced", **others) -> io.NodeOutput:
-        settings = DeepCacheSettings({**EARLIER, **QUALITIES}[quality], **others)
+        settings = DeepCacheSettings(QUALITIES[quality], **others)
         return io.NodeOutput(apply_deep_cache(model, settings, made_by="AccelDeepCache"))

@@ -1,4 +1,4 @@
-"""The Resolution Snap and Restore Size nodes, and two that earlier builds had in Resolution Snap's place."""
+"""The Resolution Snap and Restore Size nodes."""
 
 from __future__ import annotations
 
@@ -109,52 +109,6 @@ class AccelResolutionSnap(io.ComfyNode):
         snapped = snap_inputs(Size(width, height), **inputs)
         size, image, text = snapped.size, _image_or_blocker(snapped), ui.PreviewText(snapped.text)
         return io.NodeOutput(size.width, size.height, snapped.latent, image, snapped.asked, ui=text)
-
-
-class AccelSnapSize(io.ComfyNode):
-    """Resolution Snap as workflows of earlier builds have it: without an image or latent, the empty latent first."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            node_id="AccelSnapSize",
-            display_name="Accel: Snap Size",
-            category="accel/size",
-            description="An empty latent at the nearest size that the model supports. Use Resolution Snap instead.",
-            is_deprecated=True,
-            inputs=[*_sides(), _model()],
-            outputs=[_LATENT, _WIDTH, _HEIGHT, _RESTORE],
-        )
-
-    @classmethod
-    def execute(cls, width, height, **inputs) -> io.NodeOutput:
-        snapped = snap_inputs(Size(width, height), **inputs)
-        size, text = snapped.size, ui.PreviewText(snapped.text)
-        return io.NodeOutput(snapped.latent, size.width, size.height, snapped.asked, ui=text)
-
-
-class AccelSnapImage(io.ComfyNode):
-    """Resolution Snap as workflows of earlier builds have it: for an image or a latent alone, the image first."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            node_id="AccelSnapImage",
-            display_name="Accel: Snap Image",
-            category="accel/size",
-            description="An image or latent at the nearest size that the model supports. Use Resolution Snap instead.",
-            is_deprecated=True,
-            inputs=[*_given(), _model()],
-            outputs=[_IMAGE, _LATENT, _WIDTH, _HEIGHT, _RESTORE],
-        )
-
-    @classmethod
-    def execute(cls, **inputs) -> io.NodeOutput:
-        if inputs.get("image") is None and inputs.get("latent") is None:
-            raise ValueError("Connect an image or a latent. For an empty latent use Resolution Snap.")
-        snapped = snap_inputs(Size(0, 0), **inputs)
-        size, image, text = snapped.size, _image_or_blocker(snapped), ui.PreviewText(snapped.text)
-        return io.NodeOutput(image, snapped.latent, size.width, size.height, snapped.asked, ui=text)
 
 
 class AccelResolutionRestore(io.ComfyNode):

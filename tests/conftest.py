@@ -27,7 +27,7 @@ from dev.tools import pack  # noqa: E402
 
 pack.load()
 
-TOGETHER = ("tests/browser/",), ("/test_earlier_prompts.py", "/test_routes.py", "/test_server.py", "/test_texts.py")
+TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py", "/test_texts.py")
 """Parts of the paths of files whose tests share a server."""
 
 

@@ -2,7 +2,6 @@
 
 import { app } from "../../scripts/app.js";
 import { COMMANDS, sortTemplates, TAB } from "./commands.js";
-import { bringUpToDate } from "./earlier_workflows.js";
 import { feed } from "./feed.js";
 import { startNodeTexts } from "./node_text.js";
 import { destroy, render } from "./panel.js";
@@ -29,14 +28,6 @@ app.registerExtension({
   nodeCreated({ comfyClass, widgets }) {
     if (!comfyClass?.startsWith("Accel") || language().startsWith("en")) return;
     for (const { type, options } of widgets ?? []) if (type === "combo") options.getOptionLabel = choiceText;
-  },
-  beforeRegisterNodeDef(nodeType, { name }) {
-    if (!name.startsWith("Accel")) return;
-    const { configure } = nodeType.prototype;
-    nodeType.prototype.configure = function (saved) {
-      bringUpToDate(saved, name, this.widgets);
-      return configure.apply(this, arguments);
-    };
   },
 });
 

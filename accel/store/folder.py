@@ -16,8 +16,8 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, open_file, write_who
 LEFTOVER = 3600.0
 """Seconds after which an unfinished file counts as abandoned."""
 
-_SAVED = re.compile(r"[0-9a-f]+-[0-9a-f]+\.(graph|json|bin)")
-"""Names of saved graphs; the last two are an earlier version's. A folder named by mistake may hold other JSON."""
+_SAVED = re.compile(r"[0-9a-f]+-[0-9a-f]+\.graph")
+"""Names of saved graphs."""
 
 
 class File(NamedTuple):

@@ -8,7 +8,7 @@ import io
 import json
 
 import pytest
-from kit.pages import CLASSIC, UPDATE, get, run_small, screenshot
+from kit.pages import CLASSIC, UPDATE, run_small, screenshot
 
 from dev.tools import workflow
 from dev.tools.comfyui import PACK_NAME
@@ -100,72 +100,6 @@ def contrast(png: bytes) -> float:
     ground = colours[0][1]
     often = [each for count, each in colours if count > 100]  # strokes, not a single pixel of theirs
     return max((max(ground, each) + 0.05) / (min(ground, each) + 0.05) for each in often)
-
-
-DEEP_CACHE = ["interval", "depth", "start_percent", "end_percent", "schedule", "threshold", "between", "quality"]
-RULE = ["multiple", "mode", "keep_aspect", "max_megapixels"]
-BOTH = ["width", "height", *RULE, "batch_size"]
-EARLIER = [
-    ("AccelDeepCache", DEEP_CACHE, [3, 0, 0.0, 1.0, "adaptive", 0.05, "forecast", "off"], ["Balanced", 0, 1]),
-    ("AccelDeepCache", DEEP_CACHE, [5, 0, 0.1, 0.9, "adaptive", 0.07, "forecast", "off"], ["Fast", 0.1, 0.9]),
-    (
-        "AccelDeepCache",
-        DEEP_CACHE,
-        [3, 2, 0.2, 1.0, "uniform", 0.05, "hold", "50 dB (same picture)"],
-        ["50 dB", 0.2, 1],
-    ),
-    ("AccelDeepCache", DEEP_CACHE, [1, 0, 0.2, 0.8, "adaptive", 0.05, "forecast", "off"], ["Balanced", 0.2, 0.2]),
-    ("AccelResolutionSnap", BOTH, [720, 960, "8", "down", False, 0.5, 3], [720, 960, 3]),
-    (
-        "AccelResolutionSnap",
-        [*BOTH, "how", "anchor", "fill", "trained_for"],
-        [72, 96, "8", "up", True, 0.0, 2, "pad edge", "top", 0.5, "SDXL"],
-        [72, 96, 2],
-    ),
-    (
-        "AccelSnapSize",
-        ["width", "height", "batch_size", *RULE, "trained_for"],
-        [900, 1180, 4, "from model", "up", False, 0.0, "from model"],
-        [900, 1180, 4],
-    ),
-    (
-        "AccelSnapImage",
-        [*RULE, "how", "anchor", "fill", "trained_for"],
-        ["from model", "nearest", False, 0.5, "pad reflect", "center", 0.0, "from model"],
-        [],
-    ),
-    ("AccelVAESkipCompile", ["policy", "after", "free_memory_on_new_size"], ["auto", 20, False], []),
-]
-"""Nodes of earlier builds: what their widgets were, what a workflow has of these, and what they hold when opened."""
-HELD = """
-() => window.app.graph.nodes.filter(({ type }) => type.startsWith('Accel'))
-    .map(({ widgets = [], inputs, outputs }) => [widgets.map(({ value }) => value), inputs.map(({ name }) => name)])
-"""
-
-
-@pytest.mark.parametrize(("kind", "names", "values", "expected"), EARLIER)
-def test_a_node_of_an_earlier_build_opens_with_what_there_still_is_and_its_links(
-    page, any_server, kind, names, values, expected
-):
-    declared = json.loads(get(any_server, f"/object_info/{kind}"))[kind]["input"]
-    known = {**declared.get("required", {}), **declared.get("optional", {})}
-    socket = next(name for name, (type, *_) in known.items() if type in ("MODEL", "IMAGE", "VAE"))
-    source = {"model": "CheckpointLoaderSimple", "image": "LoadImage", "vae": "VAELoader"}[socket]
-    type = known[socket][0]
-    widgets = [{"name": name, "type": "*", "link": None, "widget": {"name": name}} for name in names]
-    node = {"id": 2, "type": kind, "widgets_values": values, "pos": [500, 100], "mode": 0, "properties": {}}
-    node["inputs"] = [*widgets, {"name": socket, "type": type, "link": 1}]
-    loader = {"id": 1, "type": source, "pos": [100, 100], "mode": 0, "properties": {}}
-    loader["outputs"] = [{"name": type, "type": type, "links": [1]}]
-    links = [[1, 1, 0, 2, len(widgets), type]]
-    saved = {"nodes": [loader, node], "links": links, "version": 0.4, "last_node_id": 2, "last_link_id": 1}
-    page.evaluate("text => window.app.loadGraphData(JSON.parse(text))", json.dumps(saved))
-    ((held, inputs),) = page.evaluate(HELD)
-    assert held == expected
-    assert set(inputs) <= known.keys()
-    made = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
-    assert made["2"]["inputs"][socket] == ["1", 0]
-    assert set(made["2"]["inputs"]) <= known.keys()
 
 
 def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):

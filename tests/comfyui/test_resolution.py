@@ -128,31 +128,3 @@ def test_without_an_image_only_who_asks_for_one_is_told(prompts):
 def test_what_cannot_be_snapped_is_refused_with_the_reason(given, reason, prompts):
     with pytest.raises(real_prompts.Failed, match=reason):
         prompts.run(snap(given=tuple(given)), **given)
-
-
-EARLIER = {"multiple": "8", "mode": "down", "keep_aspect": True, "max_megapixels": 0.5, "trained_for": "SDXL"}
-"""Inputs that the nodes had."""
-FITS = {"how": "pad edge", "anchor": "top left", "fill": 0.5}
-
-
-@pytest.mark.parametrize("name", ["AccelSnapSize", "AccelResolutionSnap"])
-def test_prompts_of_earlier_builds_snap_a_size_without_the_inputs_that_are_gone(name, prompts):
-    slots = {"AccelSnapSize": (0, 1, 2), "AccelResolutionSnap": (2, 0, 1)}[name]
-    prompt = {"snap": {"class_type": name, "inputs": {"width": 720, "height": 960, "batch_size": 2, **EARLIER}}}
-    prompt |= {f"keep {at}": keep(at, "snap", slot) for at, slot in zip("abc", slots, strict=True)}
-    kept = prompts.run(prompt)
-    assert (kept["a"]["samples"].shape, kept["b"], kept["c"]) == ((2, 4, 120, 88), 704, 960)
-
-
-def test_prompts_of_earlier_builds_snap_an_image_and_restore_it(prompts):
-    inputs = {**EARLIER, **FITS, "image": ["image", 0]}
-    prompt = {"image": give("image"), "snap": {"class_type": "AccelSnapImage", "inputs": inputs}}
-    restore = {"class_type": "AccelResolutionRestore", "inputs": {"image": ["snap", 0], "restore": ["snap", 4]}}
-    prompt |= {"restore": restore, "back": keep("back", "restore", 0)}
-    prompt |= {name: keep(name, "snap", slot) for name, slot in (("latent", 1), ("width", 2), ("height", 3))}
-    kept = prompts.run(prompt, image=image(100, 64))
-    assert (kept["width"], kept["height"], kept["back"].shape) == (128, 64, (1, 64, 100, 3))
-    assert kept["latent"]["samples"].shape == (1, 4, 8, 16)
-    del inputs["image"]
-    with pytest.raises(real_prompts.Failed, match="For an empty latent use Resolution Snap"):
-        prompts.run(prompt, image=image(100, 64))

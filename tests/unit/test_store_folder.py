@@ -134,14 +134,6 @@ def test_listing_deletes_nothing_and_pruning_what_is_old(folder):
     assert {file.name for file in folder.path.iterdir()} == {kept, "cd.tmp", "settings.json", "my.tmp", "x-y.graph"}
 
 
-def test_files_of_an_earlier_version_are_pruned_and_count(folder):
-    for name in ("ab-cd.json", "ab-cd.bin"):
-        folder.write(name, bytes(1000))
-        os.utime(folder.path / name, (time.time() - OLD,) * 2)
-    kept = write_entry(folder, 1)
-    assert folder.prune(1500) == 2 and names(folder) == [kept]
-
-
 def test_graph_of_a_wrong_clock_that_is_used_again_is_as_new_as_any(folder):
     ahead, old = write_entry(folder, 1, age=-10 * OLD), write_entry(folder, 2, age=300)
     folder.touch(ahead)

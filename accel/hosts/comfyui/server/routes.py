@@ -12,7 +12,7 @@ from typing import Any
 from ....core.events import log
 from ....report import log as report_log
 from .. import preferences
-from . import earlier_prompts, panel, panel_messages, report
+from . import panel, panel_messages, report
 
 LARGEST_BODY = 64 << 10
 """Bytes; the longest sensible request has a few thousand."""
@@ -93,7 +93,6 @@ def register() -> None:
         return panel.clear()
 
     log.addFilter(report_log.named)
-    server.add_on_prompt_handler(earlier_prompts.leave_out_gone_inputs)
     panel_messages.start(server)
 
 
