@@ -1,4 +1,4 @@
-"""`python -m accel store|doctor`; `comfy-accel` in its place where the package is installed."""
+"""`python -m accel doctor`; `comfy-accel` in its place where the package is installed."""
 
 import importlib.util
 import os
@@ -37,13 +37,8 @@ def main() -> int:
 
         print("\n".join(doctor.lines()))
         return 0
-    if arguments[:1] != ["store"]:
-        print(f"usage: {command} store {{list,export,import}} ...", file=sys.stderr)
-        print(f"       {command} doctor", file=sys.stderr)
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    from .hosts.comfyui.store_cli import main as store
-
-    return store(arguments[1:], f"{command} store")
+    print(f"usage: {command} doctor", file=sys.stderr)
+    return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
 
 
 if __name__ == "__main__":

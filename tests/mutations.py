@@ -77,12 +77,6 @@ MUTATIONS = [
         "comfyui/test_faults.py::test_comfyuis_interrupt_inside_a_compiled_block_is_not_swallowed",
     ),
     Mutation(
-        "bundle imported though nobody has said that it is trusted",
-        "    if not options.trust:\n",
-        "    if options.trust is None:\n",
-        "unit/test_store_bundle.py::test_hostile_bundle_runs_nothing_before_a_person_has_trusted_it",
-    ),
-    Mutation(
         "DeepCache feature of another CFG branch",
         "features = [self._histories[key, part].value(self.run.angle) for key in keys]",
         "features = [self._histories[key, part].value(self.run.angle) for key in reversed(keys)]",

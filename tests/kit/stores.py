@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import torch
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
-from comfy_accel.accel.hosts.comfyui import store_cli as cli
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 
@@ -52,11 +51,6 @@ def load(store, name="a", fits=lambda graph: True):
 
 def reasons(store):
     return [row["reason"] for row in store.statistics()["misses"]]
-
-
-def run_command(home, *arguments):
-    """`python -m accel store` for a home; its exit code."""
-    return cli.main(["--home", str(home), *map(str, arguments)])
 
 
 def as_on_windows(monkeypatch, module):

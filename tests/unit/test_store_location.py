@@ -1,4 +1,4 @@
-"""Where the store is: what the environment says, what a person has set, and which ComfyUI a command means."""
+"""Where the store is: what the environment says, what a person has set, and which ComfyUI it is of."""
 
 import os
 import shutil
@@ -11,10 +11,9 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.hosts.comfyui import home as comfyui_home
-from comfy_accel.accel.hosts.comfyui import store_cli as cli
 from comfy_accel.accel.store import graph_store, location
 from comfy_accel.accel.store.graph_store import GraphStore
-from kit.stores import load, reasons, run_command, save, store
+from kit.stores import load, reasons, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,13 +33,12 @@ def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypat
     assert folder is None if expected is None else str(folder).endswith(expected)
 
 
-def test_address_is_no_folder(tmp_path, monkeypatch, capsys, caplog):
+def test_address_is_no_folder(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(location.VARIABLE, "s3://bucket/graphs")
     cache = GraphCache()
     monkeypatch.setattr(graph_store, "shared", cache)
     graph_store.attach(cache, lambda: tmp_path)
     assert cache.store is None and "only a folder can be used" in caplog.text
-    assert cli.main(["list"]) == 1 and "only a folder can be used" in capsys.readouterr().err
 
 
 def test_looking_for_the_folder_touches_no_disk(tmp_path):
@@ -70,7 +68,6 @@ def test_graphs_moved_by_hand_are_used(tmp_path, monkeypatch, how):
     assert load(server(home), "a") is not None and save(server(home), "c")
     assert len(list(other.iterdir())) == 3
     assert [file.name for file in home.iterdir()] == ["graphs"] * (how == "link")
-    assert run_command(home, "list") == 0
 
 
 def test_environment_wins_over_what_was_set(tmp_path, monkeypatch, caplog):
@@ -88,76 +85,27 @@ def test_environment_wins_over_what_was_set(tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys):
+def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path):
     save(server(tmp_path), "a")
     (tmp_path / "preferences.json").write_text("{")
     damaged = server(tmp_path)
     assert load(damaged, "a") is not None and not save(damaged, "b")
     assert all("preferences.json is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
-    bundle = tmp_path / "bundle"
-    assert run_command(tmp_path, "export", bundle) == 0 and run_command(tmp_path, "import", bundle, "--trust") == 1
-    assert "preferences.json is damaged: fix or delete it" in capsys.readouterr().err
-
-
-def test_without_a_place_the_command_asks_for_one(monkeypatch, capsys):
-    assert cli.main(["list"]) == 1
-    assert "--user-directory" in capsys.readouterr().err
-    monkeypatch.setenv(location.VARIABLE, "off")
-    assert cli.main(["list"]) == 1
-    assert "turns the store off" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--home", "--user-directory", "--base-directory"])
-def test_options_name_the_home_before_and_after_the_command(tmp_path, capsys, option):
-    home = {"--home": "", "--user-directory": "__accel", "--base-directory": "user/__accel"}[option]
-    save(store(tmp_path / home))
-    for order in ([option, str(tmp_path), "list"], ["list", option, str(tmp_path)]):
-        assert cli.main(order) == 0
-        assert "1 graph," in capsys.readouterr().out
-
-
-def test_user_directory_is_stronger_than_the_base_as_in_comfyui(tmp_path, capsys):
-    arguments = ["--user-directory", str(tmp_path / "user"), "--base-directory", str(tmp_path / "base")]
-    assert cli.main(["list", *arguments]) == 0
-    assert str(tmp_path / "user" / "__accel" / "graphs") in capsys.readouterr().out
-
-
-@pytest.fixture
-def comfyui(tmp_path):
-    """(folder of a ComfyUI, how to run the command from a folder of it); the pack in it is a copy or a link."""
-    (tmp_path / "ComfyUI" / "custom_nodes").mkdir(parents=True)
-    (tmp_path / "ComfyUI" / "user").mkdir()
-
-    def command(folder, *arguments, **environment):
-        process = subprocess.run(
-            [sys.executable, "-m", "accel", "store", *map(str, arguments)],
-            cwd=folder,
-            env={**os.environ, "PWD": str(folder), **environment},  # as a shell does
-            capture_output=True,
-            text=True,
-        )
-        return process.returncode, process.stdout, process.stderr
-
-    return tmp_path / "ComfyUI", command
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_command_in_the_packs_folder_finds_its_comfyui(tmp_path, comfyui, linked):
-    folder, command = comfyui
-    pack = folder / "custom_nodes" / "pack"
+def test_pack_outside_of_comfyuis_process_finds_its_comfyui(tmp_path, linked):
+    pack, user = tmp_path / "ComfyUI" / "custom_nodes" / "pack", tmp_path / "ComfyUI" / "user"
+    pack.parent.mkdir(parents=True)
+    user.mkdir()
     if linked:
         pack.symlink_to(ROOT)
     else:
         shutil.copytree(ROOT / "accel", pack / "accel", ignore=shutil.ignore_patterns("__pycache__"))
-    home = folder / "user" / "__accel"
-    save(store(tmp_path / "builder"))
-    run_command(tmp_path / "builder", "export", tmp_path / "bundle")
-
-    code, told, _ = command(pack, "import", tmp_path / "bundle", "--trust")
-    assert code == 0 and str(home / "graphs") in told
-    assert load(server(home)) is not None
-    code, told, _ = command(pack, "list")
-    assert code == 0 and f"1 graph, 0.0 MB in {home / 'graphs'}" in told
+    script = "from accel.hosts.comfyui.home import find; print(find())"
+    environment = {**os.environ, "PWD": str(pack)}  # as a shell does
+    found = subprocess.check_output([sys.executable, "-c", script], cwd=pack, env=environment, text=True)
+    assert found.strip() == str(user / "__accel")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as the folder is found on Linux")
@@ -166,10 +114,9 @@ def test_programs_that_are_not_comfyui_keep_graphs_among_what_this_person_can_do
     home = location.personal_home()
     assert home == tmp_path / "cache" / "comfy-accel" and not home.exists()
     monkeypatch.chdir(tmp_path)
-    assert comfyui_home.find(None, None, None) is None
+    assert comfyui_home.find() is None
     home.mkdir(parents=True)
-    assert comfyui_home.find(None, None, None) == home
-    assert comfyui_home.find(None, tmp_path, None) == tmp_path / comfyui_home.NAME
+    assert comfyui_home.find() == home
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # is to be ignored, says its specification
     monkeypatch.setenv("HOME", str(tmp_path))
     assert location.personal_home() == tmp_path / ".cache" / "comfy-accel"

@@ -10,17 +10,10 @@ from pathlib import Path
 
 import comfy_accel.accel
 import pytest
-from kit.stores import save, store
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TORCH = "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'accel'; "
 """For `python -c`: whatever imports torch after this fails."""
-
-
-@pytest.fixture
-def home(tmp_path):
-    save(store(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 def told(command, folder, **environment):
@@ -28,22 +21,9 @@ def told(command, folder, **environment):
     return subprocess.check_output([*map(str, command)], cwd=folder, env={**clean, **environment}, text=True)
 
 
-def test_command_runs_from_the_repositorys_root_without_torch(home):
-    listed = told([sys.executable, "-m", "accel", "store", "list", "--home", home], ROOT)
-    assert "1 graph" in listed and str(home / "graphs") in listed
-    for arguments in (["list"], ["export", home / "bundle"], ["import", home / "bundle", "--trust"]):
-        script = NO_TORCH + "runpy.run_module('accel', run_name='__main__', alter_sys=True)"
-        assert "1 graph" in told([sys.executable, "-c", script, "store", *arguments, "--home", home], ROOT)
-
-
-def test_command_that_there_is_not_is_answered_with_those_there_are():
+def test_command_that_there_is_not_is_answered_with_the_one_there_is():
     answer = subprocess.run([sys.executable, "-m", "accel", "shop"], cwd=ROOT, capture_output=True, text=True)
-    assert answer.returncode == 2 and "usage: python -m accel store" in answer.stderr
-    listed = told([sys.executable, "-m", "accel", "store", "--help"], ROOT)
-    assert listed.startswith("usage: python -m accel store ")
-    usage = re.search(r"\{(.*)\}", answer.stderr)[1].split(",")
-    assert all(re.search(rf"^ +{command} ", listed, re.MULTILINE) for command in usage)
-    assert len(re.findall(r"^    [a-z]+ ", listed, re.MULTILINE)) == len(usage)
+    assert answer.returncode == 2 and answer.stderr == "usage: python -m accel doctor\n"
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +53,9 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.thorough  # builds and installs the wheel
-def test_wheel_brings_the_command(installed, home):
+def test_wheel_brings_the_command(installed, tmp_path):
     (script,) = (installed / "bin").glob("comfy-accel*")
-    listed = told([script, "store", "list", "--home", home], home, PYTHONPATH=str(installed))
-    assert "1 graph" in listed
-    assert told([script, "store", "-h"], home, PYTHONPATH=str(installed)).startswith("usage: comfy-accel store ")
-    told([script, "store", "export", home / "bundle", "--home", home], home, PYTHONPATH=str(installed))
-    told([script, "store", "import", home / "bundle", "--trust", "--home", home / "b"], home, PYTHONPATH=str(installed))
-    script = NO_TORCH + "runpy.run_module('comfy_accel', run_name='__main__')"
-    module = [sys.executable, "-c", script, "store", "list"]
-    assert "1 graph" in told([*module, "--home", home / "b"], home, PYTHONPATH=str(installed))
+    assert "Compiling: " in told([script, "doctor"], tmp_path, PYTHONPATH=str(installed))
 
 
 @pytest.mark.thorough  # builds and installs the wheel
@@ -94,15 +67,15 @@ def test_wheel_has_the_whole_engine(installed):
 
 
 @pytest.mark.thorough  # builds and installs the wheel
-def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed, home):
+def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed, tmp_path):
     names = ("DeepCacheSettings", "accelerate_module", "accelerate_pipeline", "accelerated", "restore", "warm_up")
     without = f"import comfy_accel as it; print(it.__file__, set(it.__all__) == set({names}) <= set(dir(it)))"
-    where = told([sys.executable, "-c", NO_TORCH + without], home, PYTHONPATH=str(installed))
+    where = told([sys.executable, "-c", NO_TORCH + without], tmp_path, PYTHONPATH=str(installed))
     assert where.split() == [str(installed / "comfy_accel" / "__init__.py"), "True"]
     script = (
         f"import sys; from comfy_accel import {', '.join(names)}; print(warm_up.__module__, 'comfy' in sys.modules)"
     )
-    said = told([sys.executable, "-c", script], home, PYTHONPATH=str(installed)).split()
+    said = told([sys.executable, "-c", script], tmp_path, PYTHONPATH=str(installed)).split()
     assert said == ["comfy_accel.hosts.diffusers.warm_up", "False"]
 
 

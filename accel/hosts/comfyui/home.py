@@ -18,19 +18,8 @@ def running_home() -> Path:
     return Path(folder_paths.get_user_directory()) / NAME
 
 
-def find(home: Path | None, user_directory: Path | None, base_directory: Path | None) -> Path | None:
-    """The home that the options name, the strongest first, else that of the ComfyUI that has this pack.
-
-    Outside of any ComfyUI it is this person's own home, if there is one.
-
-    user_directory, base_directory: ComfyUI's own options of these names.
-    """
-    if home is not None:
-        return home
-    if user_directory is not None:
-        return user_directory / NAME
-    if base_directory is not None:
-        return base_directory / "user" / NAME
+def find() -> Path | None:
+    """The home of the ComfyUI that has this pack; outside of any this person's own, if there is one."""
     for pack in _packs():
         user = pack.parent.parent / "user"
         if pack.parent.name == "custom_nodes" and user.is_dir():

@@ -74,7 +74,7 @@ def _wanted() -> str:
 def _kept() -> Settings:
     if "folder_paths" in sys.modules:
         return preferences.current()
-    home = find(None, None, None)
+    home = find()
     try:
         return Settings() if home is None else settings.read(home)
     except OSError:
