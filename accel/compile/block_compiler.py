@@ -119,7 +119,7 @@ def compile_block(
         changed=tuple(at - len(weights) for at in trace.changed) if trace.calls else tuple(range(len(inputs))),
         dynamic=call.any_size,
         values=call.values,
-        fixed=tuple(item for item in fixed if item[0] >= len(weights)),
+        fixed=(*_sizes_of(weights, kind), *(item for item in fixed if item[0] >= len(weights))),
         grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, given)),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
@@ -358,6 +358,14 @@ class _TablesAsNumbers(TorchFunctionMode):
     def _made(tensor: torch.Tensor) -> torch.Tensor:
         is_table = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
         return torch.tensor(tensor.tolist(), dtype=tensor.dtype) if is_table else tensor
+
+
+def _sizes_of(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[tuple[int, int, int]]:
+    """(weight, dimension, size) of what does not vary within the kind: a host may have put others there since."""
+    for index, weight in enumerate(weights):
+        for dimension, size in enumerate(weight.shape):
+            if (index, dimension) not in kind.varying:
+                yield index, dimension, size
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class Facts:
     changed: indices of the inputs that the block writes to, the first input being 0.
     dynamic: the graph serves any size.
     values: the numbers and texts among the call's arguments that are compiled in (`tree_spec.without_values`).
-    fixed: (tensor, dimension, size) of the sizes that the graph is specialised on, though they might vary.
+    fixed: (tensor, dimension, size) of the sizes that the graph is specialised on: its weights', and others that it
+        fixed though they might vary.
     grown: (tensor, dimension, size) of the sizes above 1, in the call it was made for, that a batch of 2 doubles.
     ones: (tensor, dimension, size) of each size that may be 1, or is so in a batch of 1, and what the block's code then
         asks of the others, as `specialization.Trace.asked`; of calls for which the block is known to do the same.

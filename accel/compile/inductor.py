@@ -16,7 +16,6 @@ import torch
 
 from ..core import torch_internals
 from ..kernels.casts import define, unknown_casts_left
-from ..kernels.input_checks import checked_together
 from ..kernels.rewriting import rewritten_graphs
 from ..kernels.sizes import narrow_sizes
 from . import generated_code
@@ -71,7 +70,7 @@ def code_generation(device: torch.device) -> Iterator[None]:
         narrow_sizes(),
         rewritten_graphs(device.type),
         unknown_casts_left(device),
-        checked_together(),
+        generated_code.inputs_unasserted(),
         called_directly(),
     ):
         yield

@@ -136,10 +136,10 @@ FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", _WIDE)
 HIDDEN = Internal("torch.utils._sympy.functions", "Identity", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", _WIDE)
 
-_ONE_BY_ONE = "weights are checked one by one, slower"
+_CHECKED_AGAIN = "weights are checked once more in each call, slower"
 _WRAPPER = "torch._inductor.codegen.wrapper"
-PYTHON_WRAPPER = Internal(_WRAPPER, "PythonWrapperCodegen", _ONE_BY_ONE)
-INPUT_ASSERTS = Internal(_WRAPPER, "PythonWrapperCodegen.codegen_input_size_asserts", _ONE_BY_ONE)
+PYTHON_WRAPPER = Internal(_WRAPPER, "PythonWrapperCodegen", "nobody is told when kernels are built")
+INPUT_ASSERTS = Internal(_WRAPPER, "PythonWrapperCodegen.codegen_input_size_asserts", _CHECKED_AGAIN)
 GENERATED_CODE = Internal(_WRAPPER, "PythonWrapperCodegen.generate", "nobody is told when kernels are built")
 LIBRARY_CALL = Internal(_WRAPPER, "PythonWrapperCodegen.generate_fallback_kernel", "convolutions run Python, slower")
 STATIC_LAUNCH = Internal(
@@ -190,7 +190,6 @@ CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "no call 
 AHEAD_OF_TIME = tuple(value for value in list(globals().values()) if getattr(value, "without", None) == _EAGERLY)
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, LOADED_ENTRY, LOADED_CONSTANTS, LOADED_KERNELS)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
-CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
 KERNELS_BESIDE = (KERNEL_ASSEMBLER, KERNEL_SOURCE, KERNEL_KEY, KERNELS_SAVED)
 BESIDE = (
     *(GRAPH_PICKLER, PICKLED_NODES, FAKE_MODE, TRACING, SIZES_SETTINGS, INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS),

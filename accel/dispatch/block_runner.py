@@ -305,7 +305,11 @@ class BlockRunner:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()
         else:
-            call.weights = with_added(call.weights or self._weights.take(call.inputs), call.added)
+            if not call.weights:  # given back while the graph was made
+                call.weights = self._weights.take(call.inputs)
+                if not resolved.graph.facts.allow(call.tensors):
+                    raise RunEagerly(Reason("code_changes"))
+            call.weights = with_added(call.weights, call.added)
 
     def _run(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call by its graph; eagerly where that fails."""

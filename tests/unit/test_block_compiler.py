@@ -9,7 +9,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from comfy_accel.accel.compile import block_compiler, compiled_graph, registry
+from comfy_accel.accel.compile import block_compiler, compiled_graph, generated_code, registry
 from comfy_accel.accel.compile.backend import Artifact
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core import torch_internals
@@ -515,6 +515,16 @@ def scopes(monkeypatch):
     block_function = block_compiler._block_function
     monkeypatch.setattr(block_compiler, "_block_function", make_function)
     return found
+
+
+def test_weight_of_another_size_is_refused_before_and_no_generated_code_asserts_its_inputs():
+    block, before = fixed(ConvBlock()), set(map(id, generated_code.all_modules()))
+    graph, weights = compiled(block, conv_inputs(2, 8, 8), backend="inductor")
+    tensors = tensors_of(weights, conv_inputs(3, 6, 8))
+    assert graph.accepts(tensors)
+    assert not graph.accepts([torch.cat([tensors[0]] * 2), *tensors[1:]])
+    made = [module for module in generated_code.all_modules() if id(module) not in before]
+    assert made and not any("assert_size_stride(arg" in Path(module.__file__).read_text() for module in made)
 
 
 def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded(scopes):
