@@ -64,7 +64,6 @@ def artifact_of(
     # Guards ask for the values of the function's free variables by name.
     names = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
     cells = {name: cell.cell_contents for name, cell in names}
-    generated_code.ask_sizes_directly(call.__globals__)
 
     def guards(tensors: Sequence[torch.Tensor]) -> bool:
         return check({**cells, "tensors": tuple(tensors)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import types
@@ -12,8 +11,6 @@ from typing import Any
 
 from ..core.events import emit
 from ..core.torch_internals import (
-    BYTECODE_CALLS,
-    BYTECODE_UTILS,
     CODE_CACHE,
     GENERATED_CODE,
     INPUT_ASSERTS,
@@ -29,25 +26,6 @@ TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 
 BESIDE = "beside"
 """The stage of blocks that no image waits for."""
-
-
-def ask_sizes_directly(scope: dict[str, Any]) -> None:
-    """Have dynamo's bytecode, whose globals these are, ask tensors themselves for their sizes.
-
-    Its own functions go through four others of Python's and turn dynamo off and on again: for each size, in each call
-    of a block, about 1 µs.
-    """
-    utils = scope.get(BYTECODE_UTILS)
-    if isinstance(utils, types.ModuleType):
-        scope[BYTECODE_UTILS] = _direct(utils)
-
-
-@functools.cache
-def _direct(utils: types.ModuleType) -> types.ModuleType:
-    made = types.ModuleType(utils.__name__)
-    vars(made).update(vars(utils))
-    vars(made).update({name: function for name, function in BYTECODE_CALLS.items() if hasattr(utils, name)})
-    return made
 
 
 @contextmanager

@@ -205,19 +205,6 @@ OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
 ALL = tuple(value for value in list(globals().values()) if type(value) is Internal)
 
 
-BYTECODE_UTILS = "__import_torch_dot__dynamo_dot_utils"
-"""What dynamo's bytecode calls torch._dynamo.utils; where it has another name for it, sizes are asked slower."""
-
-BYTECODE_CALLS = {
-    "call_size": torch.Tensor.size,
-    "call_stride": torch.Tensor.stride,
-    "call_storage_offset": torch.Tensor.storage_offset,
-    "record_pregraph_bytecode_enter": bool,
-    "record_pregraph_bytecode_exit": bool,
-}
-"""What does the same as its functions there. The last two tell a profiler of torch's where the bytecode is."""
-
-
 _to_skip: list[Any] = []
 
 
