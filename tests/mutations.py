@@ -299,16 +299,10 @@ MUTATIONS = [
         "unit/test_wrapped_layers.py::test_one_graph_serves_the_block_whatever_is_around_its_layers",
     ),
     Mutation(
-        "tensors without values left in a cache",
-        "                cache.cache_clear()\n",
-        "                pass\n",
-        "unit/test_global_state_guard.py::test_nothing_of_a_trace_is_remembered",
-    ),
-    Mutation(
-        "tensors without values left in a global",
-        "                container.clear()\n",
-        "                continue\n",
-        "unit/test_global_state_guard.py::test_nothing_of_a_trace_is_remembered",
+        "tensors without values left in a table",
+        "                    del table[key]\n",
+        "                    pass\n",
+        "unit/test_kernels_tables.py::test_nothing_of_a_trace_is_left_in_a_table_and_all_else_is",
     ),
     Mutation(
         "Python's random numbers left as the compiler leaves them",

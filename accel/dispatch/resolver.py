@@ -31,7 +31,7 @@ from ..fingerprint.kept_state import code_of_others, packages_of
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from .block_observer import BlockObserver
-from .global_state_guard import global_state_restored
+from .kernels_tables import tables_restored
 
 
 @dataclass(eq=False)
@@ -260,13 +260,13 @@ class GraphResolver:
 
 @contextmanager
 def _tracing(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
-    """Undo caches that quantised weight classes fill with fake tensors while torch traces, which runs their code.
+    """Empty tables of what quantised weight classes fill in as torch traces, which runs their code.
 
     packages: of these classes.
     """
     fake = torch_internals.FAKE_TENSOR.get(None)
     is_quiet = not packages or fake is None
-    restored = nullcontext() if is_quiet else global_state_restored(packages, lambda value: type(value) is fake)
+    restored = nullcontext() if is_quiet else tables_restored(packages, lambda value: type(value) is fake)
     with _silent(), restored, tracing():
         yield
 
