@@ -38,7 +38,7 @@ from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
 from .generated_code import GENERATE
 from .registry import backend_named
-from .specialization import Trace, flow_of
+from .specialization import Trace
 
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
@@ -160,8 +160,8 @@ def take_code(graph: CompiledGraph, devices: Sequence[torch.device]) -> None:
 def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None = None) -> CompiledGraph:
     """template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else lambda: artifact.save(template)
-    how = {"save": save, "with_ones": block.with_ones, "same_ops_with": block.same_ops_with}
-    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, pending=artifact.pending, **how)
+    how = {"save": save, "with_ones": block.with_ones, "pending": artifact.pending}
+    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, **how)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 
@@ -206,33 +206,6 @@ class _Block:
         artifact.release()
         emit("block_traced", name=self.kind.name)  # so that who counts torch's graphs can leave this one out
         return trace
-
-    def same_ops_with(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
-        """Trace the template with these `Kind.numbers` on it: whether its operators are those with its own.
-
-        The block's code is run without values, so the answer is no where code of others may keep something.
-        tensors: weights and inputs of a call with these numbers.
-        """
-        mode = torch_internals.FAKE_MODE.get(None)
-        if mode is None or others_may_keep(self.codes or (), self.template):
-            return False
-        parts = [(self.template.get_submodule(path).__dict__, name) for path, name in self.kind.numbers]
-        own, function = [part[name] for part, name in parts], _block_function(self, Trace(), is_kept=False)
-        # On the devices of the call: code asks for them, and so does autocast. The weights are the call's too, since
-        # the template's are those of the block that the graph was made for; they count their changes.
-        with self.tracing(), mode(allow_non_fake_inputs=True), torch.inference_mode(False):
-            examples = list(map(empty_dense_like, tensors))
-            flow = flow_of(function, examples, self.interrupts)
-            try:
-                _set_numbers(parts, numbers)
-                return flow is not None and flow == flow_of(function, examples, self.interrupts)
-            finally:
-                _set_numbers(parts, own)
-
-
-def _set_numbers(parts: Sequence[tuple[dict[str, Any], str]], numbers: Sequence[int]) -> None:
-    for (part, name), number in zip(parts, numbers, strict=True):
-        part[name] = number
 
 
 def _compile(

@@ -68,8 +68,7 @@ class CompiledGraph:
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     saved_as: its name in the store; None where it is not there.
     pending: its code, which is being made beside; it runs no call until that is taken.
-    with_ones: `block_compiler._Block.with_ones` of the block. same_ops_with: whether it does the same in such a call
-        with other `Kind.numbers` on it.
+    with_ones: `block_compiler._Block.with_ones` of the block.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
@@ -79,7 +78,6 @@ class CompiledGraph:
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
     with_ones: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], str | None] = lambda ones, twos: ""
-    same_ops_with: Callable[[Sequence[torch.Tensor], Sequence[int]], bool] = lambda tensors, numbers: False
     pending: Pending | None = None
     _answers: dict[tuple, bool] = field(default_factory=dict, init=False, repr=False)
     _asked_with: dict[tuple, str | None] = field(init=False, repr=False)
@@ -96,13 +94,7 @@ class CompiledGraph:
 
     def serves(self, call: Call) -> bool:
         """Whether the graph is right for the call."""
-        if self.facts.values == call.values:
-            return self.accepts(call.tensors)
-        of_the_call = len(call.values) - len(call.numbers)
-        if self.facts.values[:of_the_call] != call.values[:of_the_call] or not self.accepts(call.tensors):
-            return False
-        key = (call.numbers, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in call.tensors))
-        return self._answer(key, lambda: self.same_ops_with(call.tensors, call.numbers))
+        return self.facts.values == call.values and self.accepts(call.tensors)
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.

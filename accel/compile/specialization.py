@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core import torch_internals
-from ..core.errors import pass_on
 from ..fingerprint.kept_state import KeepsState, name_of
 from ..kernels.sizes import fix_sizes
 from ..signature.tensors import tensors_in
@@ -201,58 +199,3 @@ class _Recorder(TorchFunctionMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-class _Flow(TorchDispatchMode):
-    """Writes down every operation with all of its arguments. Tensors are numbered: those that are known, then what
-    operations make of them. Any other, such as a constant, has values that nobody sees, and equals nothing."""
-
-    def __init__(self, known: Sequence[torch.Tensor]):
-        super().__init__()
-        self.steps: list[Any] = []
-        self._met: dict[int, tuple[int, torch.Tensor]] = {}
-        self.described(known, is_made=True)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = self.described((args, kwargs or {}))
-        out = function(*args, **(kwargs or {}))
-        self.steps.append((str(function), given, self.described(out, is_made=True)))
-        return out
-
-    def described(self, value: Any, is_made: bool = False) -> Any:
-        if isinstance(value, torch.Tensor):
-            if is_made:
-                self._met.setdefault(id(value), (len(self._met), value))
-            if id(value) in self._met:
-                return self._met[id(value)][0]
-            is_constant = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= _MOST_NUMBERS
-            return (value.dtype, value.shape, repr(value.tolist())) if is_constant else object()
-        if isinstance(value, (tuple, list)):
-            return (type(value), *(self.described(item, is_made) for item in value))
-        if isinstance(value, dict):
-            return tuple((key, self.described(item, is_made)) for key, item in value.items())
-        return (type(value), repr(value)) if type(value) in _KNOWN else object()
-
-
-_KNOWN = (*_PLAIN, int, torch.layout, torch.memory_format, torch.device)
-_MOST_NUMBERS = 4096
-"""A constant of more is not compared."""
-
-
-def flow_of(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor], interrupts: tuple[type[BaseException], ...] = ()
-) -> tuple | None:
-    """All that `function(*tensors)` computes, step by step: equal where two functions do the same with tensors of these
-    sizes. None where it needs their values.
-
-    tensors: without values. interrupts: exceptions that mean "stop the run", and are never swallowed.
-    """
-    flow = _Flow(tensors)
-    with torch.inference_mode(False), torch.no_grad():
-        try:
-            with flow:
-                out = function(*tensors)
-        except Exception as error:
-            pass_on(error, interrupts)
-            return None
-    return (*flow.steps, flow.described(out))

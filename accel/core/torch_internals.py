@@ -108,7 +108,7 @@ GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", 
 
 _FAKE = "torch._subclasses.fake_tensor"
 FAKE_TENSOR = Internal(_FAKE, "FakeTensor", "caches of quantised weights may keep tensors of a trace")
-FAKE_MODE = Internal(_FAKE, "FakeTensorMode", "blocks that know their place have a graph each")
+FAKE_MODE = Internal(_FAKE, "FakeTensorMode", "code is not made beside")
 _UNSEEN = "what others have torch do in place of its functions is not noticed"
 FUNCTION_MODES = Internal("torch.overrides", "_get_current_function_mode_stack", _UNSEEN)
 DEVICE_MODE = Internal("torch.utils._device", "DeviceContext", _UNSEEN)

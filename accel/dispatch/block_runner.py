@@ -231,8 +231,7 @@ class BlockRunner:
         return self._eagerly(call, why.reason)
 
     def _described(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-        settings, numbers = self._settings, self._region.numbers
-        how = {"backend": settings.backend, "any_size": settings.any_size, "numbers": numbers}
+        how = {"backend": self._settings.backend, "any_size": self._settings.any_size}
         return Call(self.kind, **how, inner=inner, args=args, kwargs=kwargs)
 
     def _flatten(self, call: Call) -> tree_spec.Spec:

@@ -77,7 +77,7 @@ class KnownCalls:
     def of(cls, region: Region, cache: GraphCache, *how: Hashable) -> KnownCalls:
         """Those of a block's kind in runs over this cache. how: what else the graphs that run its calls depend on."""
         alone = region.path if region.calls_layers else None  # what runs in there may be others' code in this block
-        key = (cache, region.kind.digest, region.numbers, alone, *how)
+        key = (cache, region.kind.digest, alone, *how)
         return region.shared.get(key) or region.shared.setdefault(key, cls(cache))
 
     def clear(self) -> None:

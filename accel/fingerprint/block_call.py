@@ -21,7 +21,7 @@ class Call:
     kind: the block's. backend: as `registry.backend_named` takes it. any_size: one graph serves every size.
     spec: how (args, kwargs) are made of tensors (`tree_spec.flatten`). given: these tensors; inputs: the same, dense.
     weights: the block's, in the order in which its graphs take them, while they are taken. added: what LoRA adds to
-        them (`lora.Added`). numbers: the block's (`Region.numbers`).
+        them (`lora.Added`).
     in_graph: its graph runs.
     inner, args, kwargs: the call itself: `inner(*args, **kwargs)` runs it eagerly.
     """
@@ -37,7 +37,6 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     given: list[torch.Tensor] = field(default_factory=list)
     added: Sequence = ()
-    numbers: tuple[int, ...] = ()
     in_graph: bool = False
 
     @property
@@ -51,8 +50,8 @@ class Call:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The numbers and texts among the arguments, and the block's numbers, which a graph has compiled in."""
-        return (*self._split[1], *map(str, self.numbers))
+        """The numbers and texts among the arguments, which a graph has compiled in."""
+        return self._split[1]
 
     @functools.cached_property
     def key(self) -> GraphKey:

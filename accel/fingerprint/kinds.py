@@ -53,8 +53,6 @@ class Kind:
     forms: how those of classes of their own are stored; a graph takes the plain tensors in them (`stored_form`).
     varying: (tensor, dimension) pairs whose size differs between blocks of the kind; graphs are
         compiled with these dynamic, so that blocks that differ in channels alone share one.
-    numbers: (path, name) of the whole numbers on its parts that differ between its blocks, as their places in the
-        model do. They count among the values of a call, and a graph serves other ones where the block does the same.
     sources, opaque: what else its code depends on, for graphs that outlive this process (`CodeHash`).
     """
 
@@ -62,7 +60,6 @@ class Kind:
     digest: str
     weights: tuple[str, ...]
     varying: tuple[tuple[int, int], ...] = ()
-    numbers: tuple[tuple[str, str], ...] = ()
     sources: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     opaque: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     forms: Forms = field(default=(), compare=False, repr=False)
@@ -95,13 +92,12 @@ class GraphKey:
 class Description:
     """A block's code, settings and weights: all that decides its kind.
 
-    digest: of everything except counts and the shapes of its weights. shapes: of the plain tensors that its weights
+    digest: of everything except the shapes of its weights. shapes: of the plain tensors that its weights
         are made of; () for each in a weight of a class of its own, whose sizes are in the digest.
     forms: of its weights, as of a kind.
     code: the hash of its code; the dict keys that it may read are among the strings.
     read: the settings of its parts that count, (path, names); notes: where the values in them were found.
     numbers: the settings of its parts that are numbers, (path, name, value), whether its code reads them or not.
-    counts: those of them that are whole and that it reads.
     """
 
     name: str
@@ -113,7 +109,6 @@ class Description:
     notes: CodeNotes
     numbers: tuple[tuple[str, str, float], ...] = ()
     forms: Forms = ()
-    counts: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def structure(self) -> tuple:
@@ -168,14 +163,11 @@ def describe(
     code, state = _read(parts, classes, references, wrapped)
     code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
-    settings, counts = [], []
+    settings = []
     for (path, module), attributes in zip(parts, state, strict=True):
         settings.append((path, tuple(sorted(attributes))))
         cls = type(module)
-        whole = [name for name in sorted(attributes) if type(module.__dict__[name]) is int]
-        counts += [(path, name, module.__dict__[name]) for name in whole]
         own = [(name, attributes[name].described) for name in sorted(attributes) if attributes[name].is_own]
-        own = [*((name, int) for name in whole), *(item for item in own if item[0] not in whole)]
         digest.update(repr((path, cls.__module__, cls.__qualname__, own)).encode())
     names, forms, shapes = [], [], []
     for name, tensor, form in weights:
@@ -197,7 +189,6 @@ def describe(
         notes=references.notes,
         numbers=_numbers(parts),
         forms=tuple(forms) if any(forms) else (),
-        counts=tuple(counts),
     )
 
 
@@ -306,14 +297,7 @@ def kinds_of(
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
         shapes_of.setdefault(group(structure, _numbers(wrapped_layers.modules(block, wraps))), []).append(shapes)
     varying = {of: _varying(members) for of, members in shapes_of.items()}
-    counts_of: dict[tuple, list[tuple]] = {}
-    for description in descriptions:
-        counts_of.setdefault((description.digest, description.shapes), []).append(description.counts)
-    differing = {of: _differing(members) for of, members in counts_of.items()}
-    return [
-        _kind(description, varying[of], differing[description.digest, description.shapes])
-        for description, of in zip(descriptions, groups, strict=True)
-    ]
+    return [_kind(description, varying[of]) for description, of in zip(descriptions, groups, strict=True)]
 
 
 def _structure(name: str, weights: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> tuple:
@@ -330,21 +314,15 @@ def _varying(members: Sequence[tuple[torch.Size, ...]]) -> tuple[tuple[int, int]
     )
 
 
-def _differing(members: Sequence[tuple[tuple[str, str, int], ...]]) -> tuple[tuple[str, str], ...]:
-    """(path, name) of the counts that are not the same in all members."""
-    return tuple(of[0][:2] for of in zip(*members, strict=True) if len(set(of)) > 1)
-
-
-def _kind(description: Description, varying: tuple[tuple[int, int], ...], numbers: tuple[tuple[str, str], ...]) -> Kind:
+def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kind:
     sizes = [
         [None if (index, dimension) in varying else size for dimension, size in enumerate(shape)]
         for index, shape in enumerate(description.shapes)
     ]
-    fixed = [count for count in description.counts if count[:2] not in numbers]
-    full = hashlib.sha256(repr((description.digest, sizes, fixed)).encode()).hexdigest()[:32]
+    full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
     code, names, forms = description.code, description.weights, description.forms
     varying = (*varying, *_ranks(forms))
-    return Kind(description.name, full, names, varying, numbers, code.sources, code.opaque, forms)
+    return Kind(description.name, full, names, varying, code.sources, code.opaque, forms)
 
 
 def _ranks(forms: Forms) -> Iterator[tuple[int, int]]:

@@ -52,7 +52,7 @@ class Region:
     traceable: makes the context that its code is read in.
     notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
     wrapped: where other programs have wrapped its forward.
-    codes: of every function that its survey has read. numbers: the block's own, as `Kind.numbers` names them.
+    codes: of every function that its survey has read.
     known: itself by the functions that it is given. shared: what runs have found of calls of the survey's blocks, for
         the next ones (`inline_cache.KnownCalls`).
     functions: reads those that are given to blocks of the survey. given: what the kind has of such, if any.
@@ -69,7 +69,6 @@ class Region:
     codes: frozenset[types.CodeType] = field(default=frozenset(), compare=False, repr=False)
     read: Read | None = field(default=None, compare=False, repr=False)
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
-    numbers: tuple[int, ...] = ()
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     functions: GivenFunctions | None = field(default=None, compare=False, repr=False)
@@ -272,7 +271,6 @@ def survey(
     regions, functions, shared = [], GivenFunctions(ignored, traceable), {}
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         own = _notes_of(block, described_as, description.notes, wraps, description.read)
-        numbers = tuple(value for *place, value in description.counts if tuple(place) in kind.numbers)
         regions.append(
             Region(
                 path,
@@ -286,7 +284,6 @@ def survey(
                 codes=codes,
                 read=description.read,
                 wrapped=wrapped,
-                numbers=numbers,
                 shared=shared,
                 functions=functions,
             )
