@@ -31,6 +31,7 @@ from kit.malloc_graph import installed, recorded
 from kit.thorough import thorough_except
 from kit.tiny_models import Family
 from kit.zoo import FLUX
+from torch.utils._pytree import tree_map_only
 
 SINGLE = TinyDiT(Family("Flux", "Flux", {**FLUX, "depth": 0, "depth_single_blocks": 5}, 48, 32), 5, IMAGE)
 """One kind of block, compiled in a moment."""
@@ -66,13 +67,19 @@ def whole(fake, inner, *args, **kwargs):
     return kept
 
 
-def scoped(model, fake, is_within=False):
-    """The model with the scopes of a newer one. is_within: that of the call is there already (`within`)."""
+def scoped(model, fake, is_within=False, has_prefix=False):
+    """The model with the scopes of a newer one. is_within: that of the call is there already (`within`).
+    has_prefix: each block is called for a prefix first, with recording paused, as Qwen-Image 2.1 does."""
     network = model.model.diffusion_model
     lists = [found.blocks for found in trunk_of(network)]
 
     def one(is_last, inner, *args, **kwargs):
         fake.prefetch_queue_pop(None, None, network, malloc_scope="block")
+        if has_prefix:
+            with fake.pause_malloc_graph():
+                prefix = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                inner(*prefix[0], **prefix[1])
+                del prefix
         out = inner(*args, **kwargs)
         if is_last:  # elsewhere the scope ends where the next block begins, when the model has taken what this gave
             fake.prefetch_queue_pop(None, None, None, malloc_scope="block")
@@ -119,6 +126,33 @@ def test_images_are_right_and_the_recorders_rules_are_kept(fake, cache, nodes):
     assert torch.equal(out, expected)
     assert_rules_kept(record)
     assert record.pauses > 5 * 4 and fallbacks.rows() == []
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_blocks_that_core_calls_with_recording_paused_leave_it_paused(fake, cache, is_within, request):
+    if is_within:
+        request.getfixturevalue("within")
+    expected = SINGLE.sample(SINGLE.load())
+    with recorded() as record:
+        out = SINGLE.sample(fast(scoped(SINGLE.load(), fake, is_within, has_prefix=True), cache))
+    assert torch.allclose(out, expected, atol=1e-5) and fallbacks.rows() == []
+    assert_rules_kept(record)
+    assert record.pauses > 5 * 4 * 2
+
+
+def test_core_s_pause_is_found_by_where_its_callers_stand(fake):
+    def stands():
+        return recording._is_paused_by_core()
+
+    assert not stands()
+    with fake.pause_malloc_graph():
+        assert stands() and functools.partial(stands)()
+        for _ in range(2):
+            assert stands()
+    assert not stands()
+    with pytest.raises(ZeroDivisionError), fake.pause_malloc_graph():
+        raise ZeroDivisionError
+    assert not stands()
 
 
 @pytest.mark.parametrize("paused", thorough_except([True, False], True))  # the second shows that the first could fail

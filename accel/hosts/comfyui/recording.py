@@ -7,6 +7,8 @@ the process. Core's part is `comfy.model_prefetch`; the rules are comfy-aimdo's.
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import sys
 import threading
@@ -47,11 +49,32 @@ def _unrecorded() -> AbstractContextManager:
         return _NOTHING
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RunEagerly(Reason("captured_around"))
+    if _is_paused_by_core():  # pauses do not nest: the end of ours would be the end of core's
+        return _Paused(_NOTHING)
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return _Paused(_paused(recording) if pause is None else pause())
 
 
 _NOTHING = nullcontext()
+
+
+def _is_paused_by_core() -> bool:
+    """Whether a caller stands in a `with pause_malloc_graph()`; the recorder itself does not tell."""
+    frame, name = sys._getframe(), "pause_malloc_graph"
+    while frame is not None and not (name in frame.f_code.co_names and frame.f_lasti in _find_pauses(frame.f_code)):
+        frame = frame.f_back
+    return frame is not None
+
+
+@functools.lru_cache
+def _find_pauses(code: Any) -> set[int]:
+    """The instructions in such a `with`: after its line, until that line is reached again to leave it."""
+    names = [step.offset for step in dis.get_instructions(code) if step.argval == "pause_malloc_graph"]
+    lines, pauses = list(dis.findlinestarts(code)), set()
+    for (start, line), (begin, _) in zip(lines, lines[1:], strict=False):
+        if any(start <= name < begin for name in names):
+            pauses.update(range(begin, min((end for end, of in lines if end > begin and of == line), default=begin)))
+    return pauses
 
 
 class _Paused:
