@@ -7,7 +7,8 @@ more than it has kinds of blocks and ways of calling them. A graph that differs 
 
 What is faster at one size may not be at another either, so a graph is timed, where asked for, once for each power of
 two in size, and not used at that size where it is slower. The cost is one eager call of a block for each of at most
-`ROUNDS + 1` calls of a graph and size, for `CLEAR_ROUNDS + 1` where the gain is clear.
+`ROUNDS + 1` calls of a graph and size, for `CLEAR_ROUNDS + 1` where the gain is clear. Where another program's code
+runs in the block, which must not run twice for one call, calls of one size are made one way or the other by turns.
 
 On a CUDA device the two are queued one behind the other between events, behind a pause that lets the host get ahead. So
 the device's time is free of the host's, and what counts is what a run would notice: the larger of the two, and where
@@ -119,10 +120,7 @@ class Benchmark:
             self._calls += 1
         started = time.perf_counter()
         calls = (compiled, eager) if number % 2 else (eager, compiled)
-        if device.type == "cuda":
-            timed, self._host = _timed_on_device(calls, device, captured, self._host)
-        else:
-            timed = [_timed(call, device) for call in calls]
+        timed, self._host = _time_each(calls, device, captured, self._host)
         (out, compiled_seconds), (expected, eager_seconds) = timed if number % 2 else reversed(timed)
         excess = difference(out, expected)
         with self._lock:
@@ -136,8 +134,24 @@ class Benchmark:
                 self._judge()
         return out if excess is None else expected
 
+    def call_one_way(
+        self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device, captured: bool = False
+    ) -> Any:
+        """The output of this call, made one way only; captured: as for `call`."""
+        with self._lock:
+            number = self._calls
+            self._calls += 1
+        is_eager = number % 4 in (1, 2)  # not every other call, which may be those of one block
+        call = eager if is_eager else compiled
+        [(out, seconds)], self._host = _time_each([call], device, captured, self._host)
+        with self._lock:
+            if number > 1 and not self.done:  # the first call of each way is not like the others
+                (self._eager if is_eager else self._compiled).append(seconds)
+                self._judge()
+        return out
+
     def _judge(self) -> None:
-        ratios = [fast / plain for fast, plain in zip(self._compiled, self._eager, strict=True)]
+        ratios = [fast / plain for fast, plain in zip(self._compiled, self._eager, strict=False)]
         if len(ratios) == CLEAR_ROUNDS and max(ratios) * SLOWER < 1:
             self.done = True
         elif len(ratios) >= ROUNDS:
@@ -179,17 +193,18 @@ class Benchmarks:
     """
 
     def __init__(self) -> None:
-        self._by_size: dict[tuple[int, bool], Benchmark] = {}
+        self._by_size: dict[tuple[int, bool, bool], Benchmark] = {}
         self._untimed_seconds = 0.0
         self.wrong: Reason | None = None
         self._patterns: dict[bytes, Pattern] = {}
 
-    def of(self, inputs: Sequence[torch.Tensor], captured: bool = False) -> Benchmark:
-        """The benchmark for calls of about this size.
+    def of(self, inputs: Sequence[torch.Tensor], captured: bool = False, one_way: bool = False) -> Benchmark:
+        """The benchmark for calls of about this size; of exactly this one where each is made one way only.
 
         captured: in calls of a model that are captured, where other times count on a CUDA device.
         """
-        return self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
+        size = elements_of(inputs) if one_way else order_of_size(inputs)
+        return self._by_size.setdefault((size, captured, one_way), Benchmark())
 
     def pattern(self, tensors: Sequence[torch.Tensor], dense: Sequence[bool] = ()) -> Pattern:
         """The pattern of calls with tensors of these sizes. dense: whether each input was given so, or copied."""
@@ -277,13 +292,15 @@ def draws_again(device: torch.device) -> Callable[[], None]:
     return restore
 
 
-def _timed_on_device(
+def _time_each(
     calls: Sequence[Callable[[], Any]], device: torch.device, captured: bool, host: float
 ) -> tuple[list[tuple[Any, float]], float]:
     """The output and the seconds of each call; and the host's seconds for all of them, for the next time.
 
-    host: as it was the last time. The device pauses for twice as long before the calls, and so works without gaps.
+    host: as it was the last time. A CUDA device pauses for twice as long before them, and so works without gaps.
     """
+    if device.type != "cuda":
+        return [_timed(call, device) for call in calls], 0.0
     outs, seconds = [], []
     with torch.cuda.device(device):
         moments = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]

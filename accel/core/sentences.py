@@ -101,8 +101,8 @@ _SAVED = {
     "saved_unmeasured": "Nothing of this run was measured.",
     "compiling_unused": "No compiled block ran.",
     "compiling_traced": "Compiling saves nothing here: the backend eager traces blocks and runs them uncompiled.",
-    "compiling_unsure": "How much compiling saved is not known yet: too few calls were timed both ways.",
-    "compiling_unmeasured": "How much compiling saved is not known: timing is off.",
+    "compiling_unsure": "How much compiling saved is not known: too few calls were timed.",
+    "compiling_unmeasured": "How much compiling saved is not measured: timing is off.",
     "compiling_saved": "Compiling: an estimate. In their first calls blocks were timed on this machine, compiled and "
     "uncompiled; that goes for this run's calls by their sizes.",
     "skipping_unused": "DeepCache skipped no step.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -389,7 +390,26 @@ class BlockRunner:
             entry.mark_failed(reason)
 
     def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:
-        """The call run both ways; the block has copies of the inputs that it changes, which are compared too."""
+        """The call run both ways, or in its turn one way where others' code is in there, which must not run twice."""
+
+        def eager():
+            resolved.counter.hits -= 1  # counted before it was known whose turn it is
+            return self._eagerly(call)
+
+        if resolved.pattern is None:
+            compiled = partial(self._run_graph, call, resolved.graph)
+            out = resolved.benchmark.call_one_way(compiled, eager, call.device, self._is_captured)
+        else:
+            out = self._run_both_ways(call, resolved)
+        if resolved.verdict is not None:
+            fallbacks.note(self.kind.name, resolved.verdict)
+        if not resolved.is_timed:
+            gain = None if resolved.benchmark is None else resolved.benchmark.gain
+            emit("probe_end", name=self.kind.name, gain=gain, reason=resolved.verdict)
+        return out
+
+    def _run_both_ways(self, call: Call, resolved: ResolvedGraph) -> Any:
+        """The graph's output; the block has copies of the inputs that it changes, which are compared too."""
         known, benchmark, changes = resolved.benchmarks, resolved.benchmark, resolved.graph.facts.changed
         given, draw_again = call.given, draws_again(call.device)
         # Of what was given, since code may write to a dense input and to a copy of another (`x.contiguous().mul_(2)`),
@@ -428,11 +448,6 @@ class BlockRunner:
             benchmark.call(compiled, eager, call.device, True, difference)
         if known.wrong is not None:
             self._cache.forget()
-        if resolved.verdict is not None:
-            fallbacks.note(self.kind.name, resolved.verdict)
-        if not resolved.is_timed:
-            gain = None if benchmark is None else benchmark.gain
-            emit("probe_end", name=self.kind.name, gain=gain, reason=resolved.verdict)
         return out
 
     def _eagerly(self, call: Call, reason: Reason | None = None, is_trouble: bool = False) -> Any:

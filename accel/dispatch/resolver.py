@@ -39,7 +39,7 @@ class ResolvedGraph:
     """The graph that runs calls of one shape.
 
     captured: the call was one of those that will be captured. benchmarks: what is known of the graph beside the block;
-        None where others' code, which must not run twice, is in there. pattern: of the call's sizes.
+        None where others' code, which must not run twice, is in there. pattern: of the call's sizes; None likewise.
     benchmark: times it against the block at about this size; None where nobody asked for that. elements: of the inputs.
     """
 
@@ -57,12 +57,12 @@ class ResolvedGraph:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the next call is run both ways."""
-        return self.pattern is not None and (self.is_timed or not self.pattern.is_settled) and self.verdict is None
+        """Whether the next call is run both ways, or one of them in its turn."""
+        return self.verdict is None and (self.is_timed or not (self.pattern is None or self.pattern.is_settled))
 
     @property
     def is_timed(self) -> bool:
-        """Whether the next call is timed both ways."""
+        """Whether the next call is timed."""
         return self.benchmark is not None and not self.benchmark.done
 
     @property
@@ -160,19 +160,14 @@ class GraphResolver:
             self._cache.store.save(call.key, call.kind.name, call.devices, graph, self._interrupts)
 
     def _resolved(self, call: Call, entry: Entry, graph: CompiledGraph, captured: bool) -> ResolvedGraph:
-        if self._region.runs_others_code or tree_spec.runs_others_code(call.spec):
-            return ResolvedGraph(entry, graph, captured)
-        known = entry.benchmarks(graph)
+        known, elements = entry.benchmarks(graph), elements_of(call.inputs)
+        one_way = self._region.runs_others_code or tree_spec.runs_others_code(call.spec)
+        benchmark = known.of(call.inputs, captured, one_way) if self._is_measured else None
+        if one_way:
+            return ResolvedGraph(entry, graph, captured, benchmark=benchmark, elements=elements)
         dense = [one is other for one, other in zip(call.inputs, call.given, strict=True)]
-        return ResolvedGraph(
-            entry,
-            graph,
-            captured,
-            benchmarks=known,
-            pattern=known.pattern(call.tensors if call.kind.varying else call.inputs, dense),
-            benchmark=known.of(call.inputs, captured) if self._is_measured else None,
-            elements=elements_of(call.inputs),
-        )
+        pattern = known.pattern(call.tensors if call.kind.varying else call.inputs, dense)
+        return ResolvedGraph(entry, graph, captured, known, pattern, benchmark, elements)
 
     def _serves(self, graph: CompiledGraph, call: Call) -> bool:
         """Whether the graph is right for the call; what had to be found out for that is saved with the graph."""

@@ -143,13 +143,13 @@ def _compiled_line(run: Run, account: Account) -> list[Reason]:
         return [Reason("line_not_compiled", why=[*run.why_uncompiled(), Reason("compiling_unused")][0])]
     if run.is_traced:
         return [Reason("line_traced")]
-    parts, after = [], account.pays_back_after
+    parts, after, how = [], account.pays_back_after, account.how[0]
     if run.compilations:
         parts.append(Reason("line_compiled", seconds=rounded(run.compile_seconds)))
     elif run.loaded:
         parts.append(Reason("line_loaded", seconds=rounded(run.load_seconds)))
     if account.saved is None:
-        return [*parts, Reason("line_unmeasured") if run.compilations else account.how[0]]
+        return [*parts, Reason("line_unmeasured") if run.compilations and how.code != "compiling_unmeasured" else how]
     parts += account.later()
     if after:
         parts.append(Reason("line_paid_back", images=after))

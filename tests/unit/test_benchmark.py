@@ -45,6 +45,35 @@ def test_slower_graph_is_given_up_with_both_times():
     assert len(outs) == ROUNDS + 1
 
 
+@pytest.mark.parametrize(("seconds", "verdict", "rounds"), [(0.001, None, CLEAR_ROUNDS), (0.03, "slower", ROUNDS)])
+def test_calls_that_must_not_run_twice_take_turns_and_the_first_of_each_way_does_not_count(seconds, verdict, rounds):
+    benchmark, ran = Benchmark(), []
+
+    def way(name, seconds):
+        def run():
+            time.sleep(seconds if name in ran else 0.1)
+            ran.append(name)
+            return VALUE
+
+        return run
+
+    fast, plain, calls = way("compiled", seconds), way("eager", 0.015), 0
+    while not benchmark.done:
+        assert benchmark.call_one_way(fast, plain, CPU) is VALUE
+        calls += 1
+    assert calls == len(ran) and ran.count("compiled") == ran.count("eager") == rounds + 1
+    assert getattr(benchmark.verdict, "code", None) == verdict
+    assert (benchmark.gain is None) if verdict else 0.005 < benchmark.gain < 0.03
+
+
+def test_turns_do_not_pair_one_of_two_blocks_with_one_way():
+    benchmark, ways = Benchmark(), [set(), set()]
+    for number in range(8):
+        one = ways[number % 2]
+        benchmark.call_one_way(lambda one=one: one.add("compiled"), lambda one=one: one.add("eager"), CPU)
+    assert ways == [{"compiled", "eager"}] * 2
+
+
 def test_graph_that_was_slow_in_a_busy_moment_is_timed_again_in_a_run_some_minutes_later(monkeypatch):
     cache, passed = GraphCache(), [0.0]
     entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool))

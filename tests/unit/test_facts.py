@@ -8,7 +8,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.sentences import LOADED_IN_PART, NOISE_UNSEEN
 from comfy_accel.accel.hosts.comfyui.words import advice, advised
 from comfy_accel.accel.report import chart
-from comfy_accel.accel.report.account import Saving, rounded
+from comfy_accel.accel.report.account import Saving, by_compiling, rounded
 from comfy_accel.accel.report.facts import Fact, cache_fact, facts_of, line_of, skipping_fact
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
@@ -208,6 +208,7 @@ SAID = [
     ({"by_compiling": saved(-0.1)}, "no faster than without Accel"),
     ({"by_compiling": saved(-1.0)}, "about 1.0 s slower than without Accel"),
     (MADE, "compiled once in 14 s · gain known after the next image"),
+    ({**MADE, "by_compiling": by_compiling(9, {}, False)}, "compiled once in 14 s · How much compiling saved is not m"),
     ({"loaded": 4, "load_seconds": 4.8}, "compiled graphs loaded from disk in 4.8 s · Nothing of"),
     (
         {"loaded": 4, "load_seconds": 4.8, "by_compiling": saved(0.3), "owed": {"": 4.5}, "seconds": 8.8},

@@ -1,15 +1,19 @@
 """Linear layers of weights that nothing explains: the blocks around them are compiled, and call them as they are."""
 
+import functools
+
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import benchmark
+from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from comfy_accel.accel.modules import host_calls
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
-from kit.blocks import layers_of, model_of, of_a_pack, reasons
+from kit.blocks import heard, layers_of, model_of, of_a_pack, reasons
 from torch import nn
 
 WIDTH = 8
@@ -86,6 +90,40 @@ def test_blocks_are_compiled_around_layers_that_run_as_they_are():
     for model, x in zip((*models, models[0]), (X, torch.cat([X, X]), X[:1, :2]), strict=True):
         check(model, cache, x)
     assert cache.statistics()["compilations"] == 1 and reasons() == [] and len(called) == 2
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.5, 8), (2.0, 16)])
+def test_blocks_are_timed_by_turns_around_code_of_others_which_runs_once_in_each_call(seconds, turns, monkeypatch):
+    def timed(run, _):
+        return run(), seconds if isinstance(run, functools.partial) else 1.0  # the graph, or the block
+
+    monkeypatch.setattr(benchmark, "_timed", timed)
+    called, cache, model, stable, eager = [], GraphCache(), model_of(Block(0), Block(1)), [], []
+
+    def forward(x):
+        called.append(None)
+        return x * 3
+
+    for block in model.blocks:
+        block.norm.forward = of_a_pack(forward)
+    with torch.inference_mode(), heard() as events:
+        expected = model(X)
+        for _ in range(10):
+            layers, observer = layers_of(model, cache, Host(wraps=PeftLayers()), measured=True), BlockObserver()
+            for block in model.blocks:
+                layers[block].observer = observer
+            called.clear()
+            with substituted(layers, Order.COMPILED):
+                assert torch.equal(model(X), expected)
+            assert len(called) == 2
+            stable.append(observer.is_stable)
+            eager.append(observer.eager_calls)
+    is_left, passes = seconds > 1, turns // 2  # two blocks take turns
+    assert [fields["gain"] for name, fields in events if name == "probe_end"] == [None if is_left else 0.5]
+    assert stable == [number >= passes for number in range(10)]  # a capture waits so long, and no longer
+    assert sum(eager[:passes]) == passes and eager[passes:] == [2 * is_left] * (10 - passes)
+    assert ["kept normal" in reason for reason in reasons()] == [True] * is_left
+    assert sum(entry.calls for entry in cache.entries()) == 20 - sum(eager)
 
 
 @pytest.mark.parametrize("changes", [True, False])
