@@ -77,6 +77,21 @@ def test_what_code_asks_of_the_other_sizes_in_a_batch_of_one_counts():
     assert graphs_of(function, (3, 5), (1, 5), (1, 9)) == [1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(3, 5), (1, 49), (7, 7), (1, 50), (9, 9)],
+        [(9, 9), (5, 10), (1, 50), (1, 20), (3, 5)],
+        [(1, 30), (2, 30)],  # of a batch of 1 a larger one is traced first
+    ],
+)
+def test_code_that_asks_how_many_values_there_are_has_a_graph_a_side(sizes):
+    """As core's Wan blocks, which take another kernel from 16 M values on."""
+    is_small = [4 * rows * tokens < 200 for rows, tokens in sizes]
+    graphs = [len(set(is_small[:number])) for number in range(1, len(sizes) + 1)]
+    assert graphs_of(lambda x: x.sin() if x.numel() < 200 else x.cos(), *sizes) == graphs
+
+
 library = torch.library.Library("accel_tests", "FRAGMENT")
 library.define("add_one(Tensor(a!) y) -> ()")
 library.impl("add_one", lambda y: [y.view(-1).add_(1)] and None, "CPU")
