@@ -450,7 +450,8 @@ def other_conv(self, x, weight, bias):
 
 def inside_of_attention(model):
     """What the function is that core's decorator of attention has in its cell."""
-    (cell,) = attention.optimized_attention.__closure__
+    wrapper = attention.optimized_attention
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     return functools.partial(attribute, cell, "cell_contents", scaled(cell.cell_contents, 0.5))
 
 

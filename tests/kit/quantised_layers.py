@@ -83,11 +83,26 @@ def _stored(weight: torch.Tensor, name: str, settings: dict, by_channel: bool) -
     options = {"scale": weight.abs().amax() / 448} if name.startswith("float8") else dict(settings)
     if name == "int8_tensorwise" and by_channel:
         options["per_channel"] = True
+    if name == "awq_w4a16":
+        return _calibrated(weight)
     layout = comfy.quant_ops.QUANT_ALGOS[name]["comfy_tensor_layout"]
     tensor = comfy.quant_ops.QuantizedTensor.from_float(weight, layout, **options)
     if IS_BY_LAYER:
         return tensor.state_dict()
     return {"": tensor._qdata, "_scale": tensor._layout_params["scale"]}
+
+
+def _calibrated(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The weight in AWQ's layout, into which comfy-kitchen brings none itself: 4 bits, and two numbers for 64 of a row.
+
+    weight: [N, K].
+    """
+    groups = weight.unflatten(1, (-1, 64))
+    zeros = groups.mean(-1)
+    scale = (groups - zeros[..., None]).abs().amax(-1) / 7
+    bits = (((groups - zeros[..., None]) / scale[..., None]).round() + 8).to(torch.uint8).flatten(1)
+    packed = (bits[:, 0::2] | bits[:, 1::2] << 4).view(torch.int8)
+    return {"": packed, "_scale": scale.t().contiguous(), "_zeros": zeros.t().contiguous()}
 
 
 def both_ways(
