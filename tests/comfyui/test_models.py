@@ -43,32 +43,33 @@ COLUMNS = ("compiled", "DeepCache", "ControlNet", "quantised", "streamed", "capt
 
 HEAD = """# Models
 
-What was seen to work, by running it: of every class of ComfyUI 0.33 that is sampled a tiny model, loaded and sampled as
-ComfyUI does it, on a CPU. Every image was compared with the one that ComfyUI makes without this pack. Nothing here says
-how fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models` makes this page, from
-[models.json](models.json); the tests run the same rows and compare.
+What was seen to work: of every class of ComfyUI 0.33 that is sampled a tiny model, loaded and sampled by ComfyUI on a
+CPU. Every image was compared with the one that ComfyUI makes without this pack. Nothing here says how fast anything
+is. `dev.py test --all tests/comfyui/test_models.py --write-models` makes this page, from [models.json](models.json);
+the tests run the same rows and compare.
 
 - **compiled**: block types/graphs made for them in the first image, a batch of 1. A negative prompt beside it, another
   size, a longer prompt, a batch of 3 and a LoRA compiled nothing more, or (+) as many for the first larger batch.
+  (n): why other blocks ran uncompiled.
 - **DeepCache**: every second of 4 steps was skipped.
 - **ControlNet**: compiled beside the model, where the tests have one for it.
 - **fp8**: weights stored so, with a LoRA too; “–” where ComfyUI itself cannot run it.
 - **streamed**: weights that ComfyUI streams (DynamicVRAM), on a stand-in for its allocator that takes them away at
-  random, with a LoRA and with other weights of the family in between.
+  random, with a LoRA, and other weights in between.
 - **captured**: whole calls captured and replayed, on a stand-in for CUDA graphs.
 
 """
 
 NOTES = """
 RT-DETR, SAM 3 and Depth Anything 3 are not sampled. *Wan causal* with ComfyUI's *Sampler AR Video* runs uncompiled, for
-the same images: its blocks write down what the next frames need. *PiD*'s two pixel blocks run uncompiled, as they hold
-a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
+the same images: its blocks write down what the next frames need.
 
 Of newer models only blocks of their shape were run: *Kandinsky 6*'s and *Qwen-Image 2.1*'s are compiled once for every
 size, *Prism*'s for each of the first four sizes. So are *PixelDiT*'s pixel blocks.
 """
 
 GOOD = re.compile("2 of 4 steps skipped|compiled|replayed|fp8")
+BESIDE, NOT_CAPTURED = "; other blocks: ", "not captured as a CUDA graph: "
 
 
 SETTINGS = CompileSettings(backend="eager")
@@ -113,9 +114,11 @@ def assert_same(name, actual, expected):
 
 
 def outcome(good: str) -> str:
-    """`good`, or why blocks ran uncompiled."""
+    """`good`, or why blocks ran uncompiled: all of them, or others than those that graphs were made for."""
     rows = fallbacks.rows()
-    return f"no: {rows[0]['reason']}" if rows else good
+    if not rows:
+        return good
+    return f"{good}{BESIDE}{rows[0]['reason']}" if graphs() else f"no: {rows[0]['reason']}"
 
 
 def compiled(name, case):
@@ -239,8 +242,8 @@ def captured(name, case):
     expected = case.sample(model, steps=6)
     for _ in range(2):
         assert_same(name, case.sample(fast, steps=6), expected)
-    rows = [row["reason"] for row in fallbacks.rows()]
-    return "replayed" if capturer.replays else f"no: {rows[0] if rows else '?'}"
+    whole = (row["reason"] for row in fallbacks.rows() if row["reason"].startswith(NOT_CAPTURED))
+    return "replayed" if capturer.replays else f"no: {next(whole, '?')}"
 
 
 CHECKS = dict(zip(COLUMNS, (compiled, cached, controlled, quantised, streamed, captured), strict=True))
@@ -271,11 +274,14 @@ def page(known: dict[str, dict[str, dict[str, str]]]) -> str:
     why: dict[str, int] = {}
 
     def cell(seen: str) -> str:
+        good, _, beside = seen.partition(BESIDE)
+        if beside:
+            return f"{cell(good)} ({why.setdefault(beside, len(why) + 1)})"
         if count := re.match(r"(\d+) kinds?, (\d+) graphs?(?:, (\d+) more)?", seen):
             return f"{count[1]}/{count[2]}" + (f" +{count[3]}" if count[3] else "")
         if GOOD.fullmatch(seen):
             return "yes"
-        reason = seen.removeprefix("no: ").removeprefix("not captured as a CUDA graph: ")
+        reason = seen.removeprefix("no: ").removeprefix(NOT_CAPTURED)
         return f"no ({why.setdefault(reason, len(why) + 1)})" if seen.startswith("no: ") else seen
 
     for name in (name for name in FAMILIES if name in known):

@@ -164,8 +164,8 @@ _PIXEL_DIT = dict(
 )
 _PIXEL_DIT |= dict(txt_embed_dim=48)
 _PID = _PIXEL_DIT | dict(lq_hidden_dim=32, lq_num_res_blocks=1)
-_HIDREAM_O1 = dict(
-    text_config_overrides=dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2)
+_HIDREAM_O1 = dict(  # of 3 heads: of 2, positions in a batch of 2 would look as if they were for the heads
+    text_config_overrides=dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=3)
     | dict(num_key_value_heads=1, head_dim=32, rope_dims=[6, 5, 5]),
     vision_config_overrides=dict(hidden_size=32, num_heads=2, intermediate_size=48, depth=1)
     | dict(num_position_embeddings=64, deepstack_visual_indexes=()),
