@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT] + [str
 
 # Before torch is imported. Threads that wait by spinning make small tensors minutes slower where another program shares
 # the cores; and each process that compiles would build half a dozen programs to find out what the processor can do.
-# Tests count what an image compiles, so they wait for code on machines of many cores too.
+# Tests count what an image compiles, so they wait for code on machines of many cores too. And all of a run's processes
+# have one day, which chooses members of sweeps (kit/thorough.py): name an earlier one to have its members again.
 for variable, value in {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "ACCEL_COMPILE_BESIDE": "0",
+    "ACCEL_TEST_DAY": str(date.today().toordinal()),
 }.items():
     os.environ.setdefault(variable, value)
 
