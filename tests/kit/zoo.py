@@ -17,6 +17,7 @@ from comfy.ldm.chroma.model import ChromaParams
 from comfy.ldm.chroma_radiance.model import ChromaRadianceParams
 from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
+from comfy.ldm.lumina.model import NextDiT
 
 from kit.tiny_models import QWEN_IMAGE, SD3, UNET, WAN, known_to, randomize
 
@@ -250,7 +251,11 @@ ZOO: dict[str, Specimen] = {
         **dict(context="T 48", y="32", encoder_hidden_states_llama3="2 T+3 56"),
     ),
     "Lumina2": _of(6, 2, "lumina.model.NextDiT", LUMINA | {"n_kv_heads": 1}, "16 H W", **_COUNTED),
-    "Z-Image": _of(6, 2, "lumina.model.NextDiT", _Z_IMAGE | {"pad_tokens_multiple": 32}, "16 H W", **_COUNTED),
+    "Z-Image": _of(
+        *(6, 2, "lumina.model.NextDiT", _Z_IMAGE | {"pad_tokens_multiple": 32}, "16 H W"),
+        **_COUNTED,
+        later=2 if hasattr(NextDiT, "embed_cap") else 0,  # newer cores have one row of positions
+    ),
     "OmniGen2": _of(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN, "16 H W", **_COUNTED),
     "OmniGen2 edit": _of(
         *(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN, "16 H W"),
