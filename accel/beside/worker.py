@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ..compile import convolution
 from ..compile.inductor import code_generation
 from ..core import torch_internals
-from ..kernels import casts
+from ..kernels import casts, convolution
 from ..signature.switches import put_in_force
 from .making import NodeName
 

@@ -35,7 +35,7 @@ from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
 from .ahead_of_time import random_numbers_kept
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
-from .convolution import leave_to_library
+from ..kernels.convolution import leave_to_library
 from .generated_code import GENERATE
 from .registry import backend_named
 from .specialization import Trace

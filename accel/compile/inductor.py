@@ -16,12 +16,12 @@ import torch
 
 from ..core import torch_internals
 from ..kernels.casts import define, unknown_casts_left
+from ..kernels.convolution import called_directly
 from ..kernels.rewriting import rewritten_graphs
 from ..kernels.sizes import narrow_sizes
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
-from .convolution import called_directly
 from .native_kernels import carry_built_kernels
 
 TEMPLATE = "the block's template"

@@ -252,7 +252,7 @@ def _prepare():
     from dev.tools import pack
 
     pack.load()
-    from comfy_accel.accel.compile import convolution
+    from comfy_accel.accel.kernels import convolution
     from torch._inductor.runtime import triton_helpers
 
     convolution.leave_to_library(torch.nn.Module())

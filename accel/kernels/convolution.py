@@ -17,8 +17,8 @@ import torch
 from torch.nn.modules import conv
 
 from ..core.torch_internals import LIBRARY_CALL
-from ..kernels import operators
 from ..signature.tensors import CHANNELS_LAST, is_channels_last
+from . import operators
 
 _SIGNATURE = (
     "(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed,"
