@@ -1,9 +1,10 @@
 """Whether a compiled graph is right, and faster than its block on this machine: some calls run both ways.
 
-What is right at one size may not be at another, so a graph's values are compared in the first call of each pattern of
-sizes (`pattern_of`), whether or not anybody asked for times. There is no limit to how many are compared in a run, since
-beyond it a wrong graph would be used; it is one eager call of one block for each graph and pattern, so in an image no
-more than it has kinds of blocks and ways of calling them. A graph that differs beyond rounding is used at no size.
+What is right at one size may not be at another, so a graph's values are compared at the first two sizes of each
+pattern (`pattern_of`), whether or not anybody asked for times. There is no limit to how many are compared in a run,
+since beyond it a wrong graph would be used; it is one eager call of one block for each graph and size, so in an image
+no more than it has kinds of blocks and ways of calling them; and one of the last block of a kind, since what is right
+with the weights of the first may have them in it. A graph that differs beyond rounding is used at no size.
 
 What is faster at one size may not be at another either, so a graph is timed, where asked for, once for each power of
 two in size, and not used at that size where it is slower. The cost is one eager call of a block for each of at most
@@ -20,7 +21,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from ..core.events import log
 from ..core.reasons import Reason
 from ..core.torch_internals import SLEEP
 from ..signature.output_check import beyond_rounding
+
+SIZES = 2
+"""Sizes of one pattern that are compared: what a graph has of one of them shows at another."""
 
 ROUNDS = 7
 """Calls timed both ways before a graph is judged slow."""
@@ -181,22 +185,32 @@ class Calls:
 
 @dataclass(eq=False)
 class Pattern:
-    """Calls of one graph with sizes that are alike (`pattern_of`). is_settled: no more of them is compared."""
+    """Calls of one graph with these sizes. compared: sizes like them (`pattern_of`) at which a call was compared."""
 
-    is_settled: bool = False
+    sizes: Hashable
+    compared: set[Hashable]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no more of them is compared."""
+        return len(self.compared) >= SIZES or self.sizes in self.compared
+
+    def settle(self) -> None:
+        self.compared.add(self.sizes)
 
 
 class Benchmarks:
     """One graph's record against its block: values by pattern of sizes, times by size.
 
-    wrong: why the graph is used at no size.
+    wrong: why the graph is used at no size. is_last_compared: a call of the last block of the kind was compared.
     """
 
     def __init__(self) -> None:
         self._by_size: dict[tuple[int, bool, bool], Benchmark] = {}
         self._untimed_seconds = 0.0
         self.wrong: Reason | None = None
-        self._patterns: dict[bytes, Pattern] = {}
+        self.is_last_compared = False
+        self._compared: dict[bytes, set[Hashable]] = {}
 
     def of(self, inputs: Sequence[torch.Tensor], captured: bool = False, one_way: bool = False) -> Benchmark:
         """The benchmark for calls of about this size; of exactly this one where each is made one way only.
@@ -207,14 +221,15 @@ class Benchmarks:
         return self._by_size.setdefault((size, captured, one_way), Benchmark())
 
     def pattern(self, tensors: Sequence[torch.Tensor], dense: Sequence[bool] = ()) -> Pattern:
-        """The pattern of calls with tensors of these sizes. dense: whether each input was given so, or copied."""
-        return self._patterns.setdefault(pattern_of(tensors) + bytes(dense), Pattern())
+        """What is known of calls with tensors of these sizes. dense: whether each input was given so, or copied."""
+        sizes = tuple([tensor.shape for tensor in tensors])
+        return Pattern(sizes, self._compared.setdefault(pattern_of(tensors) + bytes(dense), set()))
 
     def judge(self, pattern: Pattern, excess: float | None) -> float | None:
         """Note how far a call of the pattern was beyond rounding (`beyond_rounding`), and return it."""
         if excess is not None:
             self.wrong = Reason("wrong_output", times=f"{excess:.1f}")
-        pattern.is_settled = True
+        pattern.settle()
         return excess
 
     def compare(
@@ -233,7 +248,7 @@ class Benchmarks:
             expected = eager()  # first: it may need more memory, and the other output takes some
         if expected is None:
             log.warning("A compiled block is used unchecked: there is too little memory to run it uncompiled.")
-            pattern.is_settled = True
+            pattern.settle()
             return compiled()
         eager_seconds = time.perf_counter() - started
         out = compiled()

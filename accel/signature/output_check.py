@@ -51,6 +51,9 @@ both are of four bits."""
 IN_SLICE, IN_VALUE = 5.0, 3.0
 """How much farther off a slice may be than everything, and a value than what its channel adds."""
 
+SHARE = 0.02
+"""The part of what are no floating-point numbers that may be other ones, and one more."""
+
 LOST = 0.5
 """The mean of d · added / allowed² where much is shorter than half a step, which a sum may lose: then d is what is
 added, up to half of what is allowed, and other sums lose other parts."""
@@ -89,8 +92,11 @@ def beyond_rounding(
         out, expected = torch.view_as_real(out), torch.view_as_real(expected)
     if out.shape != expected.shape or out.dtype != expected.dtype:
         return math.inf
-    if not expected.is_floating_point() or not expected.numel():
+    if not expected.numel():
         return None
+    if not expected.is_floating_point():  # such as masks and indices, of values that rounding may put on either side
+        others = (out != expected).sum().item() / (1 + SHARE * expected.numel())
+        return others if others > 1 else None
     alike = [tensor for tensor in inputs if _spec(tensor) == _spec(expected)] if expected.ndim else []
     limits = _steps((expected.dtype, *types))
     step, tolerance = (limit * math.sqrt(depth) for limit in limits)
