@@ -21,6 +21,11 @@ _MOST_ANSWERS = 128
 class CompileFailed(Refusal):
     """The block could not be compiled."""
 
+    @property
+    def is_of_compiler(self) -> bool:
+        """Whether the compiler gave up; other sizes, or the block without others' parts, may succeed."""
+        return self.reason.code in ("compile_failed", "untraceable")
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -66,7 +71,7 @@ class CompiledGraph:
     nbytes: memory that its code takes, bytes; 0 when unknown.
     save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
-    saved_as: its name in the store; None where it is not there.
+    identity: what it is saved under (`GraphStore.identify`). saved_as: its name in the store, where it is there.
     pending: its code, which is being made beside; it runs no call until that is taken.
     with_ones: `block_compiler._Block.with_ones` of the block.
     """
@@ -76,6 +81,7 @@ class CompiledGraph:
     facts: Facts = Facts()
     nbytes: int = 0
     save: Callable[[], bytes] | None = None
+    identity: tuple[str, dict[str, str]] | None = None
     saved_as: str | None = None
     with_ones: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], str | None] = lambda ones, twos: ""
     pending: Pending | None = None
@@ -114,12 +120,9 @@ class CompiledGraph:
             *((tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()) for tensor in weights),
             *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs),
         )
-        return self._answer(key, lambda: self._is_right_for(weights, inputs))
-
-    def _answer(self, key: tuple, find: Callable[[], bool]) -> bool:
         answer = self._answers.pop(key, None)
         if answer is None:
-            answer = find()
+            answer = self._is_right_for(weights, inputs)
             if len(self._answers) >= _MOST_ANSWERS:
                 self._answers.pop(next(iter(self._answers)), None)
         self._answers[key] = answer

@@ -162,6 +162,11 @@ class GraphStore:
         self._loading.record_failure()
         return BadEntry(f"it cannot be read: {error}", logging.WARNING)
 
+    def identify(self, key: GraphKey, name: str, devices: Iterable[torch.device], graph: CompiledGraph) -> None:
+        """Note on a graph what it is valid for, as torch is set now; `save` asks for that, where it comes later."""
+        with self._failing_open(name, "not saved", self._saving, ()):
+            graph.identity = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
+
     def save(
         self,
         key: GraphKey,
@@ -178,10 +183,12 @@ class GraphStore:
         save, graph.save = graph.save, None  # it references all that was needed for compiling
         if save is None or self._saving.is_open:
             return False
+        if graph.identity is None:
+            self.identify(key, name, devices, graph)
         with self._failing_open(name, "not saved", self._saving, interrupts):
-            if not self._max_bytes():
+            if graph.identity is None or not self._max_bytes():
                 return False
-            digest, here = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
+            digest, here = graph.identity
             data = save()
             made = manifest.describe(digest, name, here, asdict(graph.facts), data)
             manifest.write(self._folder, made, data)

@@ -154,6 +154,28 @@ def test_torchs_switches_are_as_here(block, process):
     assert generated == [True, True, False, False]
 
 
+def test_code_is_saved_for_torch_as_it_was_set_when_it_was_sent(tmp_path, block, process):
+    own, x, loaded = torch.backends.cuda.flash_sdp_enabled(), inputs(2, 6), []
+    try:
+        with torch.inference_mode():
+            cache = GraphCache()
+            cache.store = stores.store(tmp_path)
+            stand_in = runner(block, cache)
+            stand_in(block.forward, x)
+            torch.backends.cuda.enable_flash_sdp(not own)
+            wait(cache)
+            stand_in(block.forward, x)
+            for is_on in (not own, own):
+                torch.backends.cuda.enable_flash_sdp(is_on)
+                again = GraphCache()
+                again.store = stores.store(tmp_path)
+                blocks.runner(block, again, backend="inductor")(block.forward, x)
+                loaded.append(again.statistics()["loaded"])
+    finally:
+        torch.backends.cuda.enable_flash_sdp(own)
+    assert loaded == [0, 1]
+
+
 def test_how_torch_is_set_otherwise_keeps_graphs_here(block, process):
     own = torch.get_default_dtype()
     try:
