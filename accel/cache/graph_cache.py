@@ -61,7 +61,7 @@ class GraphCache:
         """Grows whenever a compiled graph is dropped, or found wrong, so that whoever has some looks them up again."""
         self.listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Those that keep references to graphs beyond a run; each is cleared (`clear`) when one is dropped."""
-        self.stateful_blocks: set[Hashable] = set()
+        self.stateful_blocks: dict[Hashable, Reason] = {}
         """Class and code of blocks that keep state: what they keep may be part of their keys, which change."""
         self.store: Any = None
         """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""

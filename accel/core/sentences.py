@@ -33,9 +33,13 @@ _A_GRAPH = {
     "code_changes": "another extension keeps replacing its code, or what PyTorch's functions do, during the run",
     "part_changed": "another extension has changed a part of it, and it cannot be compiled around that",
     "changes_own": "it changes weights or buffers of its own",
-    "keeps_state": "code of another extension in it may keep something from one call to the next",
+    "keeps_state": "its code keeps {place} from one call to the next",
+    "others_may_keep": "code of another extension in it may keep something from one call to the next",
+    "untraceable": "torch cannot trace {what}, which {function} ({owner}) uses",
     "code_unread": "it runs {function} ({file}), which the analysis of its code did not find, so changes there would "
     "go unnoticed",
+    "read_unwatched": "its code reads {place} in a way that the analysis of its code did not find, so changes there "
+    "would go unnoticed",
     "no_graph_fits": "none of its {graphs} graphs fits this call",
     "cache_entries_full": "the graph cache is full: all block types that it may hold ({kinds}) are in use",
     "cache_bytes_full": "the graphs of this run need more than the memory limit of {megabytes} MB",

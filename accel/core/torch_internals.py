@@ -98,9 +98,16 @@ LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", 
 MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", _EAGERLY)
 TRACING_CONTEXT = Internal("torch._guards", "TracingContext", _EAGERLY)
 CURRENT_TRACE = Internal("torch._dynamo.symbolic_convert", "InstructionTranslator.current_tx", _EAGERLY)
+_UNWATCHED = "what code reads in ways that its reading does not find is not noticed"
+SOURCE_NAMES = Internal("torch._dynamo.guards", "_get_closure_vars", _UNWATCHED)
+SOURCE_OF_ATTRIBUTE = Internal("torch._dynamo.source", "AttrSource", _UNWATCHED)
 TRACED_CHANGES = Internal("torch._dynamo.side_effects", "SideEffects.is_modified", _EAGERLY)
 CONSTANT_TRACERS = Internal("torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", _LTX)
 TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", _LTX)
+UNSUPPORTED = Internal("torch._dynamo.exc", "Unsupported", "reasons do not name what torch cannot trace")
+_SETTINGS = "blocks that ask how torch is set run eagerly"
+CONSTANTS = Internal("torch._dynamo.variables.torch", "constant_fold_functions", _SETTINGS)
+ALLOWED = Internal("torch._dynamo.trace_rules", "_allowed_callable_ids", _SETTINGS)
 
 COMPILER_AROUND = Internal("torch._C._dynamo.eval_frame", "get_eval_frame_callback", _COMPILED_TWICE)
 SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", _COMPILED_TWICE)

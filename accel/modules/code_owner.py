@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 import types
 from typing import Any
 
@@ -18,6 +19,13 @@ def home_of(function: Any) -> str:
     if isinstance(function, types.FunctionType):
         return function.__globals__.get("__name__") or ""
     return type(function).__module__
+
+
+def owner_of(file: str) -> str:
+    """Whose a file of code is: the extension or the installed package that it is in, else its folder and name."""
+    parts = pathlib.PurePath(file).parts
+    folder = next((name for name in ("custom_nodes", "site-packages") if name in parts[:-1]), None)
+    return "/".join(parts[-2:]) if folder is None else parts[parts.index(folder) + 1]
 
 
 def package_of(name: Any) -> str:

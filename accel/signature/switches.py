@@ -1,11 +1,16 @@
-"""Torch's switches that decide what its operators compute, or by which kernels, without a trace in the call."""
+"""How torch is set: what decides by which kernels its operators compute, and what code may ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+
+from ..core import torch_internals
 
 _PRODUCTS = (
     "allow_fp16_accumulation",
@@ -16,6 +21,15 @@ _PRODUCTS = (
 )
 _CONVOLUTIONS = ("enabled", "benchmark", "benchmark_limit", "deterministic")
 _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
+_PROPERTIES = (*_PRODUCTS, *_CONVOLUTIONS, "allow_tf32", "fp32_precision", "immediate", "strategy")
+_GETTERS = (
+    *("get_autocast_cpu_dtype", "get_default_device", "get_default_dtype", "get_deterministic_debug_mode"),
+    *("get_float32_matmul_precision", "get_num_interop_threads", "get_num_threads", "is_vulkan_available"),
+    *("are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled"),
+    *("is_anomaly_check_nan_enabled", "is_anomaly_enabled", "is_warn_always_enabled"),
+)
+_GETTERS_OF_C = ("_get_cublas_", "_get_cudnn_", "_get_fp32_", "_get_mkldnn_")
+_BEGINNINGS, _ENDS = ("get_", "is_", "version"), ("_enabled", "_allowed")
 
 
 def in_force() -> tuple:
@@ -65,6 +79,65 @@ def attention() -> tuple:
     of_torch = torch.backends.cuda
     names = ("fp16_bf16_reduction_math_sdp_allowed", *(f"{name}_sdp_enabled" for name in _ATTENTIONS))
     return tuple(asked(getattr(of_torch, name, None)) for name in names)
+
+
+@functools.cache
+def getters() -> dict[Callable[..., Any], str]:
+    """Torch's functions that answer how it is set or built, with the names that code has for them."""
+    owners = {torch: _GETTERS, torch._C: [name for name in vars(torch._C) if name.startswith(_GETTERS_OF_C)]}
+    for backend in filter(lambda value: isinstance(value, ModuleType), vars(torch.backends).values()):
+        of = vars(backend).get("m", backend)  # what is behind a module with properties
+        names = [name for name in vars(of) if name.startswith(_BEGINNINGS) or name.endswith(_ENDS)]
+        owners[of] = [name for name in names if "set_" not in name]
+    found = {getattr(owner, name, None): name for owner, names in owners.items() for name in names}
+    return {of: name for of, name in found.items() if isinstance(of, (BuiltinFunctionType, FunctionType))}
+
+
+def _is_fixed(getter: str) -> bool:
+    """Whether the getter answers how torch is built."""
+    return not getter.startswith("_") and getter not in _readers()
+
+
+@functools.cache
+def _readers() -> dict[str, list[Callable[[], Any]]]:
+    """What reads the settings among them, and those that are attributes, by the names that code has for them."""
+    owners = (torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn, torch.backends.opt_einsum)
+    readers = {name: [functools.partial(getattr, owner, name, None) for owner in owners] for name in _PROPERTIES}
+    for getter, name in getters().items():
+        if name in _GETTERS or name.endswith(_ENDS) and not name.startswith("_"):
+            readers.setdefault(name, []).append(getter)
+    return readers
+
+
+def read_settings(names: Collection[str]) -> tuple:
+    """How torch is set, as far as code with these names may ask for it: (name, answers)."""
+    readers = _readers()
+    return tuple((name, *map(asked, readers[name])) for name in sorted(readers.keys() & names))
+
+
+@contextmanager
+def as_constants(watched: Collection[str] | None = None) -> Iterator[None]:
+    """A context in which torch's compiler takes what `getters` answer as constants, as it does what a few others do.
+
+    watched: names of the settings of which another answer is noticed (`read_settings`); others stay untraceable. None
+        for all of them.
+    """
+    constants, allowed = (name.get(None) for name in (torch_internals.CONSTANTS, torch_internals.ALLOWED))
+    new = [] if constants is None or allowed is None else [of for of in getters() if of not in constants]
+    if watched is not None:
+        new = [of for of in new if _is_fixed(getters()[of]) or any(name in getters()[of] for name in watched)]
+    added = [getter for getter in new if id(getter) not in allowed]
+    for getter in new:
+        constants[getter] = None
+    for getter in added:
+        allowed.add(id(getter))
+    try:
+        yield
+    finally:
+        for getter in new:
+            del constants[getter]
+        for getter in added:
+            allowed.remove(id(getter))
 
 
 def asked(setting: Callable[[], Any] | None) -> Any:

@@ -151,7 +151,7 @@ def _code_of(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bool
     _unread[model] = code.unread
     opaque = attention_called.opaque
     reason = None if opaque is None else Reason("attention_runs", function=".".join(opaque))
-    return code, reader.snapshot().is_current, reason
+    return code, reader.notes.snapshot().is_current, reason
 
 
 def _weights_token(base: torch.nn.Module) -> Hashable:
