@@ -54,9 +54,51 @@ MUTATIONS = [
     ),
     Mutation(
         "graph run though its code has been replaced",
-        "            holds = self._now is self._first and self._first.survey.stands\n",
+        "            holds = now is self._first and now.survey.stands\n",
         "            holds = True\n",
         "unit/test_code_snapshot.py::test_code_that_changes_again_and_again_runs_eagerly_after_a_while",
+    ),
+    Mutation(
+        "a read that nobody watches is in a graph",
+        "            refuse_unwatched(of.code, weights)\n",
+        "            pass\n",
+        "unit/test_traced_reads.py::test_another_value_between_images_is_noticed_wherever_it_is_read",
+    ),
+    Mutation(
+        "what the model sets between its blocks in a later image goes unnoticed",
+        "return changed is not None and not changed.is_current()",
+        "return False",
+        "unit/test_traced_reads.py::test_what_the_model_itself_sets_before_a_block_counts",
+    ),
+    Mutation(
+        "what the model sets between its blocks in its first image goes unnoticed",
+        "self.is_due = self._between or not holds or passes is None or not passes.has_held",
+        "self.is_due = self._between",
+        "unit/test_traced_reads.py::test_a_model_that_sets_nothing_is_compared_before_each_block_in_its_first_pass_alone",
+    ),
+    Mutation(
+        "another answer of torch's is no other kind",
+        "        described.append(settings)\n",
+        "",
+        "unit/test_traced_reads.py::test_another_value_between_images_is_noticed_wherever_it_is_read",
+    ),
+    Mutation(
+        "what a block keeps for its model is left out",
+        "never_read(names, (*codes, *around)) == names",
+        "never_read(names, codes) == names",
+        "unit/test_traced_reads.py::test_what_a_block_keeps_for_its_model_is_kept",
+    ),
+    Mutation(
+        "one size of a pattern stands for all",
+        "SIZES = 2\n",
+        "SIZES = 1\n",
+        "unit/test_values_by_size.py::test_graph_that_is_wrong_at_another_size_is_not_used_there",
+    ),
+    Mutation(
+        "weights of the first block in a graph for all",
+        "return resolved.is_compared or is_last",
+        "return resolved.is_compared",
+        "unit/test_values_by_size.py::test_graph_with_the_weights_of_the_first_block_in_it_is_found_out_at_the_last",
     ),
     Mutation(
         "graph used at a wrong size",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import types
 import weakref
@@ -26,19 +27,21 @@ from ..core.errors import cause_among, one_line, pass_on
 from ..core.events import emit, log
 from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
-from ..fingerprint.code_hash import unread_code
+from ..fingerprint.code_hash import ReadCode, is_of_program, unread_code
 from ..fingerprint.kept_state import KeepsState, others_may_keep, refuse_kept_state
 from ..fingerprint.kinds import Kind
+from ..kernels.convolution import leave_to_library
+from ..modules.code_owner import owner_of
 from ..modules.stored_form import restored
-from ..signature import tree_spec
+from ..signature import switches, tree_spec
 from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
 from .ahead_of_time import random_numbers_kept
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
-from ..kernels.convolution import leave_to_library
 from .generated_code import GENERATE
 from .registry import backend_named
 from .specialization import Trace
+from .traced_reads import refuse_unwatched
 
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
@@ -62,7 +65,7 @@ def compile_block(
     lifts: bool = True,
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
-    codes: frozenset[types.CodeType] | None = None,
+    code: ReadCode | None = None,
     tracing: Tracing = nullcontext,
     compiler: Backend | None = None,
 ) -> CompiledGraph:
@@ -75,7 +78,7 @@ def compile_block(
     lifts: a batch of 1 is traced as 2, where the block's code allows it.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
-    codes: of the functions that the kind was told by: nothing is kept of other code. None asks for nothing.
+    code: what was read of the block's: no graph has other code in it, or values from elsewhere. None asks for nothing.
     tracing: makes the context that the block is traced in.
     compiler: makes what the call's backend does. None: that itself.
 
@@ -88,13 +91,13 @@ def compile_block(
     device = next((tensor.device.type for tensor in (*inputs, *weights) if tensor.ndim), None)
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
-    if kind.forms and others_may_keep(codes or (), template):
-        raise CompileFailed(Reason("keeps_state"))
+    if kind.forms and others_may_keep(code.codes if code else (), template):
+        raise CompileFailed(Reason("others_may_keep"))
     try:
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
-    block = _Block(template, kind, call.spec, interrupts, codes, tracing)
+    block = _Block(template, kind, call.spec, interrupts, *_code_of(code), tracing, code)
     larger_ones = list(_lifted(inputs, call.spec)) if call.any_size and lifts else []
     for given in (*larger_ones, inputs):
         trace = Trace()
@@ -105,10 +108,10 @@ def compile_block(
                 artifact, fixed = _compile(block, tensors, call.any_size, compiler, trace)
             break
         except CompileFailed as failed:
-            if given is inputs or failed.reason.code != "compile_failed" or trace.is_whole:
+            if given is inputs or not failed.is_of_compiler or trace.is_whole:
                 raise
             log.debug("%s is not traced at larger sizes: %s", kind.name, failed.reason)
-    unread = None if codes is None else unread_code(trace.codes, codes | tree_spec.makers(call.spec))
+    unread = None if code is None else unread_code(trace.codes, code.codes | tree_spec.makers(call.spec))
     if unread is not None:
         artifact.release()
         file = os.path.basename(unread.co_filename)
@@ -123,6 +126,7 @@ def compile_block(
         grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, given)),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
+    block.code = None  # it refers to the model, as no graph may
     return _graph(artifact, facts, block, template if savable else None)
 
 
@@ -132,12 +136,12 @@ def load_block(
     data: bytes,
     facts: Facts,
     interrupts: tuple[type[BaseException], ...] = (),
-    codes: frozenset[types.CodeType] | None = None,
+    code: ReadCode | None = None,
     tracing: Tracing = nullcontext,
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, interrupts, codes, tracing: as for `compile_block`. data: code, so it must have been checked.
+    template, interrupts, code, tracing: as for `compile_block`. data: code, so it must have been checked.
     facts: the graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
@@ -145,7 +149,13 @@ def load_block(
     leave_to_library(template)
     with _one_at_a_time, random_numbers_kept(call.devices), tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    return _graph(artifact, facts, _Block(template, call.kind, call.spec, interrupts, codes, tracing))
+    return _graph(artifact, facts, _Block(template, call.kind, call.spec, interrupts, *_code_of(code), tracing))
+
+
+def _code_of(code: ReadCode | None) -> tuple[frozenset[types.CodeType], frozenset[str] | None]:
+    """The code in and around the blocks of a model, and the settings of torch that are watched: all that a graph may
+    keep of what was read."""
+    return (frozenset(), None) if code is None else (code.codes | code.around, code.settings)
 
 
 def take_code(graph: CompiledGraph, devices: Sequence[torch.device]) -> None:
@@ -178,8 +188,10 @@ class _Block:
     kind: Kind
     spec: tree_spec.Spec
     interrupts: tuple[type[BaseException], ...]
-    codes: frozenset[types.CodeType] | None
+    codes: frozenset[types.CodeType]
+    settings: frozenset[str] | None
     tracing: Tracing
+    code: ReadCode | None = None
     general: Trace | None = None
 
     def with_ones(self, ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> str | None:
@@ -226,7 +238,7 @@ def _compile(
         function = _block_function(block, trace, is_kept)
         try:
             devices = (tensor.device for tensor in tensors)
-            with _one_at_a_time, random_numbers_kept(devices), _tracing(any_size, oblivious):
+            with _one_at_a_time, random_numbers_kept(devices), _tracing(any_size, oblivious, block.settings):
                 return backend.compile(function, tensors), trace.fixed(tensors)
         except Exception as error:
             pass_on(error, (*block.interrupts, torch.OutOfMemoryError))
@@ -234,10 +246,22 @@ def _compile(
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             refusal = cause_among(error, (KeepsState, CompileFailed))
             if refusal is not None:
-                reason = Reason("keeps_state") if isinstance(refusal, KeepsState) else refusal.reason
+                is_kept_state = isinstance(refusal, KeepsState)
+                reason = Reason("keeps_state", place=str(refusal)) if is_kept_state else refusal.reason
                 raise CompileFailed(reason) from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
-                raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
+                raise CompileFailed(_reason_of(error)) from error
+
+
+def _reason_of(error: Exception) -> Reason:
+    """Why torch did not compile: what it cannot trace, in whose code; or what the error says."""
+    unsupported = cause_among(error, (torch_internals.UNSUPPORTED.get(()),))
+    frames = [at for at in getattr(unsupported, "real_stack", None) or () if not is_of_program(at.filename)]
+    if not frames:
+        return Reason("compile_failed", error=one_line(error))
+    named = re.search(r"Explanation: [^`\n]*`(?:<unknown module>\.)?([^`\n]+?)\.?`", str(unsupported))
+    what = one_line(unsupported) if named is None else named[1]
+    return Reason("untraceable", what=what, function=frames[-1].name, owner=owner_of(frames[-1].filename))
 
 
 def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
@@ -247,7 +271,7 @@ def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
             torch._check(size <= LARGEST_SIZE)
 
 
-def _ends_of(trace: Trace, template: torch.nn.Module, weights: int, is_kept: bool) -> tuple[Callable, Callable]:
+def _ends_of(trace: Trace, of: _Block, weights: int, is_kept: bool) -> tuple[Callable, Callable]:
     """Functions for the traced one to call first and last: torch runs them there, and leaves them out of the graph."""
 
     @torch.compiler.assume_constant_result
@@ -261,7 +285,9 @@ def _ends_of(trace: Trace, template: torch.nn.Module, weights: int, is_kept: boo
             raise CompileFailed(Reason("changes_own"))  # a graph or a comparison would do so again
         if not has_given_arguments:
             raise CompileFailed(Reason("changes_list"))
-        refuse_kept_state(trace.codes, template)
+        refuse_kept_state(trace.codes, of.codes, of.template)
+        if of.code is not None:
+            refuse_unwatched(of.code, weights)
         if is_kept:
             emit("compile_stage", stage=GENERATE)
 
@@ -303,7 +329,7 @@ def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes. Its name is
     # nobody else's in this process: by that torch knows what sizes other calls had.
-    begin, end = _ends_of(trace, template, count, is_kept)
+    begin, end = _ends_of(trace, of, count, is_kept)
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
     scope |= {"bound_sizes": _bound_sizes, "begin": begin, "end": end}
     function = block
@@ -420,8 +446,11 @@ def _released(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _tracing(dynamic: bool, oblivious: bool):
-    """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
+def _tracing(dynamic: bool, oblivious: bool, watched: frozenset[str] | None):
+    """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious).
+
+    watched: as for `switches.as_constants`.
+    """
     config = torch.fx.experimental._config
     settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
     numpys = "use_numpy_random_stream"  # else its random numbers become torch's, which others then miss
@@ -430,6 +459,7 @@ def _tracing(dynamic: bool, oblivious: bool):
         config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
         _repeated_at_any_size(),
         _slices_as_defaults(),
+        switches.as_constants(watched),
     ):
         yield
 

@@ -84,7 +84,7 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged)
-        kind, wraps = region.kind, region.wraps
+        kind, wraps = region.kind, region.context.wraps
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or region.slots
@@ -137,8 +137,9 @@ class BlockRunner:
             return inner(*args, **kwargs)
         code = self.code
         if code is not None:
-            if code.is_due or self._passing is code.passing:
-                code.compare(self._region.block, self._passing is code.passing)
+            again = self._passing is code.passing
+            if code.needs_comparison(self._region.block, again):
+                code.compare(self._region.block, again)
             self._passing = code.passing
             if self.instead is not None:
                 return self._call_instead(self.instead, inner, args, kwargs)
@@ -280,7 +281,7 @@ class BlockRunner:
         """The graph for the call; None where it runs eagerly. Raises NoGraph."""
         is_capturing = self.observer is not None and self.observer.capturing
         is_known, resolved = self._inline.find(call, self._is_captured)
-        if is_capturing and (not is_known or (resolved is not None and resolved.is_compared)):
+        if is_capturing and (not is_known or (resolved is not None and self._is_compared(resolved))):
             raise NotReady(f"{self.kind.name} ({self._region.path}) has no compared graph at hand")
         if is_known:
             return resolved
@@ -301,7 +302,7 @@ class BlockRunner:
         if resolved.verdict is not None:
             self.ways.add(resolved.verdict)
             raise RunEagerly(resolved.verdict)
-        if resolved.is_compared and self._is_streamed:
+        if self._is_compared(resolved) and self._is_streamed:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()
         else:
@@ -313,7 +314,7 @@ class BlockRunner:
 
     def _run(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call by its graph; eagerly where that fails."""
-        is_compared, observer = resolved.is_compared, self.observer
+        is_compared, observer = self._is_compared(resolved), self.observer
         resolved.counter.hits += 1
         self.ways.add(COMPARED if is_compared else COMPILED)
         if observer is not None:
@@ -326,6 +327,12 @@ class BlockRunner:
         except Exception as error:
             failure = self._failure_of(error, call.in_graph)
         return self._failed(call, resolved, failure)
+
+    def _is_compared(self, resolved: ResolvedGraph) -> bool:
+        """Whether the graph makes the call not alone: as any of this shape, or once for the last block of a kind."""
+        known = resolved.benchmarks
+        is_last = self._region.is_last and known is not None and not known.is_last_compared and known.wrong is None
+        return resolved.is_compared or is_last
 
     def _failed(self, call: Call, resolved: ResolvedGraph, failure: Failure | Reason) -> Any:
         return self._eagerly(call, failure) if isinstance(failure, Reason) else self._recover(call, resolved, failure)
@@ -425,6 +432,7 @@ class BlockRunner:
             excess = beyond_rounding(out, expected, before, types)
             if any(not have_equal_values(call.inputs[index], given[index]) for index in strided):
                 excess = float("inf")
+            known.is_last_compared |= self._region.is_last
             return known.judge(resolved.pattern, excess)
 
         def compiled():

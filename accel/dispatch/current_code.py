@@ -18,7 +18,6 @@ from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
 from ..core.reasons import Reason, RunEagerly
-from ..fingerprint.code_snapshot import CodeSnapshot
 from ..fingerprint.survey import Region, Survey
 from ..modules.substitution import Layer, has_foreign_forward
 from ..modules.wrapped_forward import is_replaced
@@ -79,8 +78,7 @@ class CurrentCode:
         ]
         self._modes = torch_internals.FUNCTION_MODES.get(list)
         self._device_mode = torch_internals.DEVICE_MODE.get(None)
-        self._settings: dict[torch.nn.Module, CodeSnapshot] = {}
-        self._begins, self._between = True, False
+        self._begins, self._between, self._holds = True, False, False
         self.passing: object = None
         """Another object in each pass over the model."""
         self.is_due = True
@@ -95,28 +93,46 @@ class CurrentCode:
         if torch.compiler.is_dynamo_compiling():  # blocks let the call pass by
             return inner(*args, **kwargs)
         self._begins = self.is_due = True
+        self._holds = False
         self._between = self._patched_between(args, kwargs) or self._others_run_between()
-        return inner(*args, **kwargs)
+        out = inner(*args, **kwargs)
+        if self._holds and self._now is not None:
+            self._now.survey.passes.has_held = True
+        return out
+
+    def needs_comparison(self, block: torch.nn.Module, again: bool) -> bool:
+        """Whether to `compare` before the block's call: always where code may be replaced between blocks; else where
+        the model's own code has changed what was read for this one. again: as for `compare`."""
+        if self.is_due or again:
+            return True
+        changed = None if self._now is None else self._now.survey.changed_by_model.get(block)
+        return changed is not None and not changed.is_current()
 
     def compare(self, block: torch.nn.Module, again: bool) -> None:
         """Before a block's call: see to it that blocks run what is right for the code as it stands.
 
         again: the block was called in this pass already, so that another one begins.
         """
-        begins = self._begins or again
+        begins, now = self._begins or again, self._now
         if begins:  # the first survey comes first: one that ended at what it could not read holds everywhere
-            holds = self._now is self._first and self._first.survey.stands
+            holds = now is self._first and now.survey.stands
+        elif self.is_due:
+            holds = now is not None and now.survey.stands_for(block)
         else:
-            holds = self._now is not None and self._now.survey.code.is_current() and self._is_set_as_before(block)
+            holds = False
         if any(type(mode) is not self._device_mode for mode in self._modes()):  # a default device changes no graph
             self._put(None, Reason("code_changes"))
         elif not holds:
+            if not begins and now is not None:  # what changes in mid-pass once may do so again
+                now.survey.passes.has_changed = True
             self._put(self._found(), Reason("code_changes"))
-        if self._between and (begins or not holds):
-            regions = () if self._now is None else self._now.survey.regions
-            self._settings = {region.block: region.notes.snapshot() for region in regions}
+        if begins or not holds:
+            passes = None if self._now is None else self._now.survey.passes
+            self._between |= passes is not None and passes.has_changed
+            self.is_due = self._between or not holds or passes is None or not passes.has_held
+        self._holds = begins or (holds and self._holds)
         if begins:
-            self.passing, self._begins, self.is_due = object(), False, self._between
+            self.passing, self._begins = object(), False
 
     def kind_unchanged(self, survey: Survey, region: Region) -> bool:
         """Whether a block that runs now is of the kind that its region in the survey says."""
@@ -146,10 +162,6 @@ class CurrentCode:
             or has_foreign_forward(self._model)
             or any(map(is_replaced, self._classes))
         )
-
-    def _is_set_as_before(self, block: torch.nn.Module) -> bool:
-        settings = self._settings.get(block)
-        return settings is None or settings.is_current()
 
     def _found(self) -> _Known | None:
         """What is known of the code as it stands, surveyed now where nothing is; None where it cannot be."""

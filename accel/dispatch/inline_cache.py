@@ -63,8 +63,8 @@ class KnownCalls:
     graphs: by call (`_key`) and the layouts of the weights. guards: by the way of the call and these layouts, and then
     by the layouts of its inputs. of_blocks: by path.
 
-    It lasts as long as the survey (`Region.shared`), and is cleared when a graph leaves the cache: it keeps none alive.
-    Guards ask for all else that may have changed; what a run is refused is asked anew in each.
+    It lasts as long as the survey (`SurveyContext.calls`), and is cleared when a graph leaves the cache: it keeps none
+    alive. Guards ask for all else that may have changed; what a run is refused is asked anew in each.
     """
 
     def __init__(self, cache: GraphCache):
@@ -78,7 +78,7 @@ class KnownCalls:
         """Those of a block's kind in runs over this cache. how: what else the graphs that run its calls depend on."""
         alone = region.path if region.calls_layers else None  # what runs in there may be others' code in this block
         key = (cache, region.kind.digest, alone, *how)
-        return region.shared.get(key) or region.shared.setdefault(key, cls(cache))
+        return region.context.calls.get(key) or region.context.calls.setdefault(key, cls(cache))
 
     def clear(self) -> None:
         self.graphs.clear()

@@ -27,7 +27,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, elsewhere
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
-from ..fingerprint.kept_state import code_of_others, packages_of
+from ..fingerprint.kept_state import packages_of
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from .block_observer import BlockObserver
@@ -114,9 +114,9 @@ class GraphResolver:
             # A graph would serve only this split of the weights, and the next run splits them differently.
             fallbacks.note(name, Reason("weights_elsewhere", device=str(device)))
             return None
-        code = type(region.block), region.codes
+        code = type(region.block), region.code.codes
         if code in self._cache.stateful_blocks:
-            raise NoGraph(call.key, Reason("keeps_state"))
+            raise NoGraph(call.key, self._cache.stateful_blocks[code])
         try:
             entry, graph = self._cache.find(
                 call.key,
@@ -127,8 +127,8 @@ class GraphResolver:
                 load_graph=lambda: self._load(call),
             )
         except NoGraph as failed:
-            if failed.reason.code == "keeps_state":
-                self._cache.stateful_blocks.add(code)
+            if failed.reason.code in ("keeps_state", "others_may_keep"):
+                self._cache.stateful_blocks[code] = failed.reason
             raise
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_failed", error=f"out of memory: {one_line(error)}")
@@ -191,7 +191,7 @@ class GraphResolver:
                         saved.read(),
                         saved.facts,
                         interrupts=self._interrupts,
-                        codes=self._region.codes,
+                        code=self._region.code,
                         tracing=self._tracing,
                     )
                     if graph.serves(call):
@@ -209,6 +209,8 @@ class GraphResolver:
             graph = self._compiled(call, is_beside, lifts=False)
         if graph.pending is None:
             self._save(call, graph)
+        elif self._cache.store is not None:  # torch may be set otherwise when its code is there
+            self._cache.store.identify(call.key, call.kind.name, call.devices, graph)
         return graph
 
     def _compiled(self, call: Call, is_beside: bool, lifts: bool = True) -> CompiledGraph:
@@ -218,7 +220,6 @@ class GraphResolver:
             raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
         if not self._kind_unchanged(self._region):
             raise NoGraph(call.key, Reason("code_changes"))
-        codes = self._region.codes
         try:
             with self._tracing():
                 graph = block_compiler.compile_block(
@@ -227,16 +228,14 @@ class GraphResolver:
                     lifts,
                     interrupts=self._interrupts,
                     savable=self._cache.store is not None,
-                    codes=codes,
+                    code=self._region.code,
                     tracing=self._tracing,
                     compiler=Beside(call.backend) if is_beside else None,
                 )
         except CompileFailed as failed:
-            if failed.reason.code == "compile_failed" and self._region.runs_others_code:
+            if failed.is_of_compiler and self._region.runs_others_code:
                 log.debug("%s was not compiled around a part: %s", call.kind.name, failed.reason)
                 raise CompileFailed(Reason("part_changed")) from failed
-            if "Unsupported" in str(failed.reason) and any(code_of_others(codes or (), template)):
-                raise CompileFailed(Reason("keeps_state")) from failed  # or does something else that torch cannot trace
             raise
         if not self._kind_unchanged(self._region):  # other threads run too
             raise NoGraph(call.key, Reason("code_changes"))
@@ -244,7 +243,7 @@ class GraphResolver:
 
     def _template(self) -> torch.nn.Module:
         region = self._region
-        return kinds.template_of(region.plain(region.block), region.wraps, region.read, region.wrapped)
+        return kinds.template_of(region.context.plain(region.block), region.context.wraps, region.read, region.wrapped)
 
     @functools.cached_property
     def _tracing(self) -> Tracing:

@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 _SETS_GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_READS_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _SETS_ATTRIBUTES = ("STORE_ATTR", "DELETE_ATTR")
 _LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
 _LOOKS_UP = frozenset({"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"})
-_MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
-_MUTATING_METHODS = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
+_OF_DATACLASSES = frozenset("__init__ __eq__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__ __hash__".split())
+_ASKS = frozenset({"getattr", "hasattr"})
+_MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+_MUTATING_METHODS = frozenset(
+    "__setitem__ add append appendleft clear extend insert pop popitem remove setdefault update".split()
+)
 _CHANGING = _MUTATING_METHODS.union(
     "BaseException __dict__ __next__ __setattr__ __setitem__ delattr difference_update discard globals"
     " intersection_update methodcaller move_to_end next popleft random reverse rotate send set setattr sort"
@@ -35,12 +40,14 @@ class CodeFacts:
     digest: equal in every process for equal code.
     names: the globals and attributes that it reads, sets or calls.
     read: those of them that it does more with than to set or delete them.
-    strings: its string constants.
+    strings: its string constants. asked: those by which it may ask for attributes.
     affixes: those of a code that looks attributes up by name, which it may make of them.
     whole: the variables and attributes that it does more with than to read an attribute of theirs. It may pass them on,
         so of what they hold, more may count than the names in this code.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
+    imports: the modules that it imports, as (level, name).
+    loaded: the globals that it reads.
     mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls,
         which may be a module with a function of that name; None for anything else.
     """
@@ -49,10 +56,13 @@ class CodeFacts:
     names: frozenset[str]
     read: frozenset[str]
     strings: frozenset[str]
+    asked: frozenset[str]
     affixes: frozenset[str]
     whole: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
+    imports: frozenset[tuple[int, str]]
+    loaded: frozenset[str]
     mutates: frozenset[str | None]
 
 
@@ -75,24 +85,32 @@ def _read(code: types.CodeType) -> CodeFacts:
     strings = set(_strings(code.co_consts))
     looks_up = not _LOOKS_UP.isdisjoint(code.co_names)
     affixes = {part for string in strings for part in string.split(".") if len(part) > 1 and looks_up}
-    own = {"names": set(code.co_names), "strings": strings, "affixes": affixes, **_operations(code)}
+    asked = set() if _ASKS.isdisjoint(code.co_names) else {string for string in strings if string.isidentifier()}
+    own = {"names": set(code.co_names), "strings": strings, "asked": asked, "affixes": affixes, **_operations(code)}
     with_nested = {name: frozenset(found).union(*(getattr(of, name) for of in nested)) for name, found in own.items()}
     return CodeFacts(hashlib.sha256(repr(described).encode()).hexdigest()[:16], **with_nested)
 
 
 def _operations(code: types.CodeType) -> dict[str, set[str | None]]:
     """The facts that only its instructions tell, by name."""
-    read, whole, assigned, globals_set, mutates = set(), set(), set(), set(), set()
+    read, whole, assigned, globals_set, mutates, imports, loaded = (set() for _ in range(7))
     before = None
-    for step in dis.get_instructions(code):
+    steps = list(dis.get_instructions(code))
+    for at, step in enumerate(steps):
         name, what = step.opname, step.argval
         if before is not None and (before.opname in _ATTRIBUTES or any(load in before.opname for load in _LOADS)):
             *first, last = before.argval if isinstance(before.argval, tuple) else (before.argval,)
             whole.update(first if name in (*_ATTRIBUTES, *_SETS_ATTRIBUTES) else (*first, last))
         if name in _ASSIGNS:
             assigned.add(what)
+        if name == "STORE_DEREF" and what in code.co_freevars:
+            assigned.add("cell_contents")
         if name in _SETS_GLOBALS:
             globals_set.add(what)
+        if name in _READS_GLOBALS:
+            loaded.add(what)
+        if name == "IMPORT_NAME":
+            imports.add((steps[at - 2].argval, what))
         if step.opcode in dis.hasname and name not in _SETS_ATTRIBUTES:
             read.add(what)
         if name in _MUTATES:
@@ -100,14 +118,21 @@ def _operations(code: types.CodeType) -> dict[str, set[str | None]]:
         elif name in _ATTRIBUTES and what in _MUTATING_METHODS:
             mutates.add(before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None)
         before = step
-    return {"read": read, "whole": whole, "assigned": assigned, "globals_set": globals_set, "mutates": mutates}
+    found = {"read": read, "whole": whole, "assigned": assigned, "globals_set": globals_set, "mutates": mutates}
+    return {**found, "imports": imports, "loaded": loaded}
+
+
+def is_of_dataclass(code: types.CodeType) -> bool:
+    """Whether Python has made the code for a dataclass or a named tuple: it makes one object, and names no file."""
+    is_tuple = code.co_name == "<lambda>" and code.co_names == ("_tuple_new",)
+    return code.co_filename == "<string>" and (is_tuple or code.co_name in _OF_DATACLASSES)
 
 
 def may_keep(code: types.CodeType) -> bool:
     """Whether the code, without those nested in it, may leave anything that its next call finds."""
     if any(map(_changes_by_name, code.co_names)) or "out" in _strings(code.co_consts):
         return True
-    changes, of_others = (*_ASSIGNS, *_MUTATES, "STORE_SLICE"), code.co_freevars
+    changes, of_others = (*_ASSIGNS, *_MUTATES), code.co_freevars
     return any(
         step.opname in changes
         or step.opname.startswith("INPLACE_")

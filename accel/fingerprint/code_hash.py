@@ -9,9 +9,11 @@ from __future__ import annotations
 import builtins
 import functools
 import hashlib
+import importlib.util
 import os
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any
@@ -19,7 +21,8 @@ from typing import Any
 import torch
 
 from ..modules.code_owner import home_of, package_of
-from .code_facts import facts_of, filled
+from ..signature.switches import read_settings
+from .code_facts import facts_of, filled, is_of_dataclass
 from .code_references import (
     BASES,
     CONTAINERS,
@@ -34,8 +37,8 @@ from .code_references import (
     methods_of,
     of_library,
 )
-from .code_snapshot import CodeNotes, CodeSnapshot
-from .plain_values import OPERATORS, Indescribable, References, describe_value
+from .code_snapshot import CodeNotes
+from .plain_values import OPERATORS, PLAIN, Indescribable, References, describe_value
 
 _CALLED = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"})
 """What torch runs of a module in each call, whatever its code names."""
@@ -89,6 +92,25 @@ class CodeHash:
         return any(attribute.startswith(affix) or attribute.endswith(affix) for affix in self.affixes)
 
 
+@dataclass(frozen=True, eq=False)
+class ReadCode:
+    """The code that was read for a model's blocks.
+
+    codes: of every function. notes: where these are, and the values that they read. around: the code of what runs
+        around the blocks. read: of one block, the settings that count, as `kinds.template_of` takes them; None for all.
+    """
+
+    codes: frozenset[types.CodeType]
+    notes: tuple[CodeNotes, ...] = ()
+    around: frozenset[types.CodeType] = frozenset()
+    read: Sequence[tuple[str, Sequence[str]]] | None = None
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The names of torch's settings that are watched."""
+        return frozenset().union(*(notes.settings for notes in self.notes))
+
+
 class CodeReader:
     """Hashes code as it is now, for one survey. Raises Indescribable if a function refers to tensors or modules.
 
@@ -106,17 +128,10 @@ class CodeReader:
         self._active: set[int] = set()
         self.notes = CodeNotes()
         """Everywhere that was looked for code, and for the values that it reads; also where it cannot be read."""
-        self.assigned: set[tuple[int, str]] = set()
-        """The globals that the code sets, as (namespace, name)."""
 
-    def snapshot(self) -> CodeSnapshot:
-        """All that was read, to be compared with what stands later."""
-        return self.notes.snapshot(self.assigned)
-
-    @property
-    def codes(self) -> frozenset[types.CodeType]:
-        """The code of every function that was read."""
-        return self.notes.codes()
+    def collect_code(self, around: frozenset[types.CodeType] = frozenset()) -> ReadCode:
+        """All that was read."""
+        return ReadCode(self.notes.codes(), (self.notes,), around)
 
     def read(
         self,
@@ -202,6 +217,9 @@ class CodeReader:
                 self.notes.watch(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
+        settings = read_settings({*attributes, "get_default_dtype"})  # of which code makes tensors
+        self.notes.watch_settings(name for name, *_ in settings)
+        described.append(settings)
         own = {package_of(cls.__module__) for cls in classes}
         for function in reached:
             if function.filled and package_of(home_of(function.function)) not in own:
@@ -258,7 +276,8 @@ class _Function:
         self._reader = reader
         scope = function.__globals__
         self.assigned = frozenset((id(scope), name) for name in self.facts.globals_set)
-        reader.assigned |= self.assigned
+        for name in self.facts.globals_set:
+            reader.notes.ignore(scope, name)
         self._names: list[tuple] = []
         self._namespaces: set[Any] = set()
         for name, value in given_to(function):
@@ -269,6 +288,9 @@ class _Function:
         if not is_library and self.facts.names & _ENVIRONMENT:
             self._read_environment()
         self._follow("", scope, scope, is_library)
+        for level, name in sorted(self.facts.imports):
+            for module in _imported(level, name, scope):
+                self._follow_namespace(module.__name__, module, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
             self._follow_namespace(f"{owner.__qualname__} of it", owner, is_library)
@@ -287,11 +309,15 @@ class _Function:
         """
         references, notes = self.references, self.references.notes
         function_of_torch = _is_functional(self.function)
-        if not is_library and "__name__" in scope and not _is_generated(scope):
+        if not is_library and "__name__" in scope and not is_generated(scope):
             references.add_source(scope)
         if not path:
             self._follow_builtins(scope)
-        for name in sorted((self.facts.names | also).intersection(scope)):
+        names = self.facts.names | self.facts.asked if path else self.facts.loaded  # not attributes named like globals
+        if "__name__" in scope and path and not is_library:
+            for name in self.facts.asked.difference(scope):
+                notes.watch_absent(scope, name)
+        for name in sorted((names | also).intersection(scope)):
             pair = (scope.get("__name__"), name)
             if pair in self._reader.ignored:
                 if not frozenset.__contains__(self._reader.ignored, pair):
@@ -301,25 +327,26 @@ class _Function:
             if not is_library and any(value is read for read in _READS_ENVIRONMENT):
                 self._read_environment()
             called = list(functions_in(value))
+            is_code = bool(called) or isinstance(value, (*OPERATORS, types.ModuleType, type))
+            if not (is_code or is_library) and (name.startswith("__") or (path and name in self.facts.assigned)):
+                continue
+            notes.watch(owner, name)
             is_bound = isinstance(value, types.MethodType) and not isinstance(value.__self__, type)
             if is_bound and (not is_library or is_foreign(value.__self__)):
                 self._names.append((inner, list(self._settings(value.__self__, references, value.__func__))))
             if called:
-                notes.watch(owner, name)
                 if function_of_torch:
                     _require_torchs(inner, value)
                 self._names.append((inner, [references.function(function) for function in called]))
             elif isinstance(value, OPERATORS):
-                notes.watch(owner, name)
                 self._names.append((inner, references.named(value) if is_library else references.describe(value)))
-            elif isinstance(value, (types.ModuleType, type)):
-                notes.watch(owner, name)
+            elif is_code:
                 self._follow_namespace(inner, value, is_library)
+            elif is_library and type(value) in PLAIN:
+                self._names.append((inner, value))
             elif is_library and callable(value):
-                notes.watch(owner, name)
                 self._names.append((inner, references.describe(value) if is_foreign(value) else type(value).__name__))
-            elif not is_library and not name.startswith("__") and not (path and name in self.facts.assigned):
-                notes.watch(owner, name)
+            elif not is_library:
                 found = CodeReferences(self._reader)
                 self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, found))
                 self.opaque.update((id(scope), name, what) for what in found.opaque)
@@ -327,7 +354,7 @@ class _Function:
 
     def _follow_builtins(self, scope: Mapping[str, Any]) -> None:
         """Note the built-in functions that the function may call, in whose place a module can have others."""
-        for name in sorted(self.facts.names.intersection(vars(builtins)).difference(scope)):
+        for name in sorted(self.facts.loaded.intersection(vars(builtins)).difference(scope)):
             self.references.notes.watch_absent(scope, name)
             self.references.notes.watch(vars(builtins), name)
             others = [self.references.function(function) for function in functions_in(vars(builtins)[name])]
@@ -344,7 +371,7 @@ class _Function:
             return
 
         self.references.add_source_of(value)
-        for cls in value.__mro__:
+        for cls in (*value.__mro__, *type(value).__mro__):
             if not of_library(cls.__module__):
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
 
@@ -424,14 +451,21 @@ def _require_torchs(name: str, value: Any) -> None:
         raise Indescribable(f"code of another extension in place of torch's {name}")
 
 
+def _imported(level: int, name: str, scope: Mapping[str, Any]) -> Iterator[types.ModuleType]:
+    """The modules that an import in the middle of code gives, where they are there: the one named and the outermost."""
+    package = scope.get("__package__") or ""
+    full = importlib.util.resolve_name("." * level + name, package) if level and package else name
+    yield from filter(None, map(sys.modules.get, dict.fromkeys((full.partition(".")[0], full))))
+
+
 def _is_functional(function: types.FunctionType) -> bool:
     """Whether it is one of torch's functions that models call."""
     return function.__module__ == _FUNCTIONAL and of_library(home_of(function))
 
 
-def _is_generated(scope: Mapping[str, Any]) -> bool:
+def is_generated(scope: Mapping[str, Any]) -> bool:
     """Whether these are the globals of the `__new__` that Python makes for a named tuple, and of nothing else."""
-    return "__file__" not in scope and str(scope["__name__"]).startswith("namedtuple_")
+    return "__file__" not in scope and str(scope.get("__name__")).startswith("namedtuple_")
 
 
 def _is_hidden(function: types.FunctionType) -> bool:
@@ -467,7 +501,8 @@ def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -
         inner = {part for part in waiting.pop().co_consts if isinstance(part, types.CodeType)} - known
         known |= inner
         waiting += inner
-    return next((code for code in ran if code not in known and not is_of_program(code.co_filename)), None)
+    others = (code for code in ran if code not in known and not is_of_program(code.co_filename))
+    return next((code for code in others if not is_of_dataclass(code)), None)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..modules.code_owner import home_of, package_of
-from .code_facts import facts_of
+from .code_facts import facts_of, filled
 from .code_snapshot import CodeNotes
 from .module_files import Unknown, source_of
 from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
@@ -46,6 +46,9 @@ _ITEMS = frozenset({"__getitem__", "__contains__", "__iter__", "__len__", "__cal
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"numpy", "psutil", "torch", "tqdm"}
 """Their functions are described by their own code alone, not by what they call in turn."""
+
+_ENGINE = __name__.rpartition(".fingerprint")[0] + "."
+"""What the names of this engine's modules begin with."""
 
 KEPT_NAMES = "__slotnames__"
 """The attribute of a class in which Python keeps it once an instance was copied."""
@@ -108,8 +111,10 @@ class CodeReferences(References):
                 self.notes.watch_items(value)
             return tuple(self.describe_default(item, function, name) for item in value)
         if isinstance(value, dict) and name not in code.co_freevars:
-            # Models fill a default with what a call comes to.
-            return ("dict", *self.functions_of(value, is_filled=True))
+            if is_library or name in filled(code):  # models fill a default with what a call comes to
+                return ("dict", *self.functions_of(value, is_filled=True))
+            described = self.describe(value)
+            return ("dict", *self.functions_of(value, is_whole=True)) if described is None else described
         if isinstance(value, torch.Tensor) and not value.numel():  # marks an argument that was not given
             return ("empty", tuple(value.shape), value.dtype, value.device)
         inner = value.__self__ if isinstance(value, types.MethodType) else value
@@ -159,6 +164,8 @@ class CodeReferences(References):
         self.notes.watch_type(value)
         self.open.add(id(value))
         described: list[Any] = [self.class_of(value)]
+        for name in frozenset().union(*(facts_of(code).asked for code in codes)).difference(state):
+            self.notes.watch_absent(state, name)
         for name in sorted(names.intersection(state)):
             self.notes.watch(state, name)
             described.append((name, self.describe_part(state[name], name, codes)))
@@ -206,12 +213,16 @@ def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set
     methods: dict[str, list[types.CodeType]] = {}
     for path, function in methods_of(cls):
         methods.setdefault(path.rpartition(".")[2], []).append(function.__code__)
-    names, called, found = set(_ITEMS).union(*(facts_of(code).names for code in codes)), set(), []
+    names, called, found = set(_ITEMS).union(*map(_attributes_in, codes)), set(), []
     while more := names.intersection(methods) - called:
         called |= more
         found += (code for name in more for code in methods[name])
-        names.update(*(facts_of(code).names for name in more for code in methods[name]))
+        names.update(*(_attributes_in(code) for name in more for code in methods[name]))
     return names, called, found
+
+
+def _attributes_in(code: types.CodeType) -> frozenset[str]:
+    return facts_of(code).names | facts_of(code).asked
 
 
 def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
@@ -232,6 +243,40 @@ def methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str,
                     if notes is not None:
                         notes.watch(base, name)
                     yield f"{base.__qualname__}.{name}", function
+
+
+def find_codes_run_by(
+    modules: Iterable[torch.nn.Module], others: Iterable[torch.nn.Module] = ()
+) -> frozenset[types.CodeType]:
+    """The code that calls of these modules may run, where names, cells and attributes lead to it; but libraries'.
+
+    others: of which they may call methods by name.
+    """
+    waiting: list[Any] = [value for module in modules for value in (type(module), *vars(module).values())]
+    seen: dict[int, types.FunctionType] = {}
+    methods: dict[str, list[types.FunctionType]] = {}
+    for cls in set(map(type, others)):
+        for path, method in methods_of(cls):
+            name = path.rpartition(".")[2]
+            if name != "forward" and not name.startswith("__"):
+                methods.setdefault(name, []).append(method)
+    while waiting:
+        value = waiting.pop()
+        cls = value if isinstance(value, type) else type(value)
+        of_class = () if of_library(cls.__module__) else (method for _, method in methods_of(cls))
+        for function in (*functions_in(value), *of_class):
+            if id(function) in seen or home_of(function).startswith(_ENGINE):
+                continue
+            seen[id(function)] = function
+            waiting += (of for _, of in given_to(function))
+            if of_library(home_of(function)):  # a decorator's product: what it wraps is what it is given
+                continue
+            names, scope = facts_of(function.__code__).names, function.__globals__
+            waiting += (method for name in names.intersection(methods) for method in methods[name])
+            for each in [scope[name] for name in names.intersection(scope)]:
+                inside = vars(each) if isinstance(each, types.ModuleType) and not of_library(each.__name__) else {}
+                waiting += (each, *(inside[name] for name in names.intersection(inside)))
+    return frozenset(function.__code__ for function in seen.values() if not of_library(home_of(function)))
 
 
 def is_foreign(value: Any) -> bool:
@@ -260,7 +305,8 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def given_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The function's defaults and the contents of its cells, where a decorator's product has what it wraps, by name."""
+    """What the function has, by name: defaults, what is in its cells, where a decorator's product has what it wraps,
+    and attributes that are plain or functions."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from sorted((function.__kwdefaults__ or {}).items())
@@ -269,6 +315,9 @@ def given_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not filled yet
             yield name, None
+    for name, value in sorted(vars(function).items()):
+        if not name.startswith("_") and (type(value) in PLAIN or isinstance(value, types.FunctionType)):
+            yield name, value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, contains, eq, getitem, is_
 from typing import Any
 
 import torch
 
+from ..signature.switches import read_settings
+from .code_facts import facts_of
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.Size)
+
+_BY_NAME = frozenset({"setattr", "__setattr__", "__dict__", "vars", "globals"})
+"""By what code changes what it names by a string."""
 
 _code, _defaults, _kwdefaults = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
 _contents, _version = attrgetter("cell_contents"), attrgetter("_version")
+_PARTS = {
+    **{"__code__": _code, "__defaults__": _defaults, "__kwdefaults__": _kwdefaults},
+    **{"cell_contents": _contents, "__class__": type},
+}
+_SETTERS, _SET = ("set_", "enable_", "use_", "allow_"), (torch, torch.backends.cuda, torch.autograd)
+"""What names of functions that set torch begin with, and where they are."""
 
 
 class CodeNotes:
@@ -33,6 +46,8 @@ class CodeNotes:
         self._sized: dict[tuple[int, str], tuple[Any, str]] = {}
         self._containers: dict[int, dict | list | set] = {}
         self._parts: dict[tuple[Callable, int], Any] = {}
+        self.settings: set[str] = set()
+        self._ignored: set[tuple[int, Any]] = set()
 
     def watch(self, namespace: Any, name: Any) -> None:
         """Invalidate when the namespace has something else under the name, if it has it."""
@@ -55,11 +70,14 @@ class CodeNotes:
         self._parts[type, id(value)] = value
 
     def watch_function(self, function: types.FunctionType) -> None:
-        """Invalidate when it has other code, other defaults or other values in its cells."""
+        """Invalidate when it has other code, defaults or attributes, or other values in its cells."""
         for part in (_code, _defaults, _kwdefaults):
             self._parts[part, id(function)] = function
         if function.__kwdefaults__:
             self.watch_items(function.__kwdefaults__)
+        for name in vars(function):
+            if not name.startswith("_"):  # torch marks functions, too
+                self.watch(vars(function), name)
         for cell in function.__closure__ or ():
             self.watch_cell(cell)
 
@@ -72,6 +90,59 @@ class CodeNotes:
         if not tensor.is_inference():  # those count no changes
             self._parts[_version, id(tensor)] = tensor
 
+    def watch_settings(self, names: Iterable[str]) -> None:
+        """Invalidate when torch is set otherwise, as far as code with these names may ask (`read_settings`)."""
+        self.settings.update(names)
+
+    def ignore(self, namespace: Any, name: Any) -> None:
+        """Watch no longer what changes as the code runs, and decides nothing."""
+        self._ignored.add((id(namespace), name))
+
+    def has(self, namespace: Any, name: Any) -> bool:
+        """Whether something else under the name there invalidates."""
+        if id(namespace) in self._containers or not isinstance(name, (str, int)):
+            return id(namespace) in self._containers
+        place = id(namespace), name
+        return place not in self._ignored and (place in self._named or place in self._hiding)
+
+    def has_setting(self, name: Any) -> bool:
+        return name in self.settings
+
+    def has_part(self, value: types.FunctionType | types.CellType) -> bool:
+        """Whether other code in the function, or another value in the cell, invalidates."""
+        return (_code, id(value)) in self._parts or (_contents, id(value)) in self._parts
+
+    def select_changed(self, codes: Collection[types.CodeType]) -> CodeNotes:
+        """Those of the places where this code may put something else, by the names that it assigns or changes."""
+        facts, found = list(map(facts_of, codes)), CodeNotes()
+        names = frozenset().union(*(of.names for of in facts))
+        by_name = (of.strings for of in facts if not of.names.isdisjoint(_BY_NAME))
+        assigned = frozenset().union(*(of.assigned for of in facts), *by_name)
+        changes_items = any(of.mutates for of in facts)
+        parts = {part for name, part in _PARTS.items() if name in assigned}
+        parts |= {_version} if any(name.endswith("_") and not name.endswith("__") for name in names) else set()
+        for mine, theirs in ((self._named, found._named), (self._hiding, found._hiding)):
+            theirs.update((at, of) for at, of in mine.items() if at[1] in assigned and at not in self._ignored)
+        for at, of in self._containers.items():  # but those that a part may have its hooks in
+            if (of or type(of) is not OrderedDict) and (changes_items or not assigned.isdisjoint(map(str, of))):
+                found._containers[at] = of
+        found._parts = {at: of for at, of in self._parts.items() if at[0] in parts}
+        setters = (name for name in names if name.startswith(_SETTERS) and "grad" not in name)  # no modes
+        if self.settings & assigned or any(hasattr(of, name) for name in setters for of in _SET):
+            found.settings = self.settings
+        return found
+
+    @classmethod
+    def join(cls, *notes: CodeNotes) -> CodeNotes:
+        joined = cls()
+        for each in notes:
+            joined.add(each)
+        return joined
+
+    def __bool__(self) -> bool:
+        """Whether anything is watched."""
+        return any(vars(self).values())
+
     def add(self, other: CodeNotes) -> None:
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
             mine.update(theirs)
@@ -80,18 +151,16 @@ class CodeNotes:
         """The code of the functions."""
         return frozenset(function.__code__ for (part, _), function in self._parts.items() if part is _code)
 
-    def snapshot(self, but: Container[tuple[int, Any]] = ()) -> CodeSnapshot:
-        """What stands at all of these places now.
-
-        but: (id of a namespace, name) of what changes as the code runs, and decides nothing.
-        """
-        named = [(_names_of(space), name) for key, (space, name) in self._named.items() if key not in but]
+    def snapshot(self) -> CodeSnapshot:
+        """What stands at all of these places now."""
+        named = [(_names_of(space), name) for key, (space, name) in self._named.items() if key not in self._ignored]
         sized = [(_names_of(space), ignored) for space, ignored in self._sized.values()]
         asked = [
             (is_, getitem, [place for place in named if place[1] in place[0]]),
             (eq, contains, list(self._hiding.values())),
             (eq, len, [(names,) for names, ignored in sized if not ignored]),
             (eq, _len_but, [(names, ignored) for names, ignored in sized if ignored]),
+            (eq, read_settings, [(frozenset(self.settings),)] if self.settings else []),
         ]
         parts: dict[Callable, list[tuple]] = {}
         for (part, _), value in self._parts.items():
@@ -157,29 +226,25 @@ def _are_alike(one: Any, other: Any, asked: set[tuple[int, int]]) -> bool:
     if isinstance(one, _PLAIN):
         return repr(one) == repr(other)
     asked.add((id(one), id(other)))
-    if type(one) in (tuple, list):
-        parts, theirs = one, other
-    elif isinstance(one, types.FunctionType):
-        if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
-            return False
-        parts, theirs = _given(one), _given(other)
-    elif isinstance(one, types.MethodType):
-        parts, theirs = (one.__func__,), (other.__func__,)
-        if one.__self__ is not other.__self__:
-            return False
-    elif isinstance(one, (staticmethod, classmethod)):
-        parts, theirs = (one.__func__,), (other.__func__,)
-    elif type(one) is functools.partial:
-        parts, theirs = ((p.func, *p.args, *p.keywords, *p.keywords.values()) for p in (one, other))
-    else:
-        return False
-    return len(parts) == len(theirs) and all(_are_alike(*pair, asked) for pair in zip(parts, theirs, strict=True))
+    parts, theirs = _parts_of(one), _parts_of(other)
+    return 0 < len(parts) == len(theirs) and all(_are_alike(*pair, asked) for pair in zip(parts, theirs, strict=True))
 
 
-def _given(function: types.FunctionType) -> tuple:
-    cells = (cell.cell_contents if _is_filled(cell) else None for cell in function.__closure__ or ())
-    keywords = function.__kwdefaults__ or {}
-    return (*(function.__defaults__ or ()), *keywords, *keywords.values(), *cells)
+def _parts_of(value: Any) -> Sequence[Any]:
+    """All that the value does is decided by; nothing of what is only like itself. Code and globals are among that."""
+    if type(value) in (tuple, list):
+        return (type(value), *value)
+    if isinstance(value, types.FunctionType):
+        cells = (cell.cell_contents if _is_filled(cell) else None for cell in value.__closure__ or ())
+        keywords = value.__kwdefaults__ or {}
+        given = (*(value.__defaults__ or ()), *keywords, *keywords.values(), *cells)
+        attributes = {name: of for name, of in vars(value).items() if not name.startswith("_")}
+        return (value.__code__, value.__globals__, *given, *attributes, *attributes.values())
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        return value.__func__, getattr(value, "__self__", None)
+    if type(value) is functools.partial:
+        return value.func, *value.args, *value.keywords, *value.keywords.values()
+    return ()
 
 
 def _names_of(namespace: Any) -> Mapping:

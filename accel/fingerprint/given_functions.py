@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..signature.tree_spec import Function
 from .code_facts import may_keep
-from .code_hash import CodeHash, CodeReader
+from .code_hash import CodeHash, CodeReader, ReadCode
 from .code_snapshot import CodeSnapshot
 from .plain_values import Indescribable
 
@@ -22,10 +22,10 @@ _MOST_READ = 32
 
 @dataclass(frozen=True, eq=False)
 class GivenCode:
-    """What functions run: the hash, the code of all functions in it, and what was read for it."""
+    """What functions run: the hash, the code that was read for it, and what stood there."""
 
     hash: CodeHash
-    codes: frozenset[types.CodeType]
+    code: ReadCode
     snapshot: CodeSnapshot
 
 
@@ -53,7 +53,7 @@ class GivenFunctions:
             hash = reader.read(frozenset(), bare)
             # It says nothing of which is which, nor do their names.
             hash = replace(hash, digest=" ".join(reader.read(frozenset(), [one]).digest for one in bare))
-        known = self._known[functions] = GivenCode(hash, reader.codes, reader.snapshot())
+        known = self._known[functions] = GivenCode(hash, reader.collect_code(), reader.notes.snapshot())
         return known
 
 

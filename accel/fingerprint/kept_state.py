@@ -7,7 +7,7 @@ nothing: a run for a question of ours would count a call that the image does not
 
 from __future__ import annotations
 
-import functools
+import re
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
@@ -17,24 +17,24 @@ import torch
 
 from ..core import torch_internals
 from ..modules.code_owner import package_of
-from .code_facts import facts_of, may_keep
+from .code_facts import facts_of, is_of_dataclass, may_keep
 from .code_hash import is_installed, is_of_program, never_read
 
 _WEIGHTS = ("._parameters", "._buffers")
 """Dicts of modules in which `functional_call` puts a call's weights, and takes them out again."""
 
 
-_OF_DATACLASSES = frozenset("__init__ __eq__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__ __hash__".split())
-
-
 class KeepsState(Exception):
     """Code keeps something from one call to the next, or may do so. The text says where."""
 
 
-def refuse_kept_state(codes: Collection[types.CodeType], model: torch.nn.Module) -> None:
+def refuse_kept_state(
+    codes: Collection[types.CodeType], around: Collection[types.CodeType], model: torch.nn.Module
+) -> None:
     """Raise KeepsState where the code that torch is tracing here has changed objects that were there before.
 
-    codes: all that is traced, if known. A model's own may keep on the model what none of it reads.
+    codes: all that is traced, if known. around: what runs around it. A model's own may keep on the model what neither
+        reads.
     """
     trace = torch_internals.CURRENT_TRACE.get()()
     if trace is None:
@@ -47,14 +47,18 @@ def refuse_kept_state(codes: Collection[types.CodeType], model: torch.nn.Module)
         name = name_of(variable.source)
         names = frozenset(effects.store_attr_mutations.get(variable, ()))
         is_module = isinstance(getattr(variable, "value", None), torch.nn.Module)
-        is_noted = is_module and codes and never_read(names, codes) == names and _are_set_by_own(names, codes, model)
+        is_unread = is_module and codes and never_read(names, (*codes, *around)) == names
+        others = code_of_others(codes, model)  # which would read elsewhere what they set
+        is_noted = is_unread and all(names.isdisjoint(facts_of(code).assigned) for code in others)
         if not name.endswith(_WEIGHTS) and not is_noted:
-            raise KeepsState(".".join([name, *names]))
+            raise KeepsState(".".join([place_of(variable.source), *sorted(names)]))
 
 
-def _are_set_by_own(names: frozenset[str], codes: Iterable[types.CodeType], model: torch.nn.Module) -> bool:
-    """Whether no code of others than the model's sets these attributes, which they would read elsewhere."""
-    return all(names.isdisjoint(facts_of(code).assigned) for code in code_of_others(codes, model))
+def place_of(source: Any) -> str:
+    """Where a value of a trace comes from, as code would name it."""
+    name = name_of(source).replace("L['template']", "self")
+    name = re.sub(r"\._modules\['(.*?)'\]", r".\1", re.sub(r"L\['tensors'\]\[\d+\]", "tensor", name))
+    return re.sub(r"G\['(?:__import_)?(.*?)'\]", lambda found: found[1].replace("_dot_", "."), name)
 
 
 def name_of(source: Any) -> str:
@@ -75,11 +79,10 @@ def code_of_others(codes: Iterable[types.CodeType], model: torch.nn.Module) -> I
     """Those of the codes that are of neither the model's packages nor an installed one."""
     own = packages_of(model)
     files = {getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if package_of(name) in own}
-    return (
-        code
-        for code in codes
-        if code.co_filename not in files and _is_others(code.co_filename) and not _is_of_a_dataclass(code)
-    )
+    for code in codes:
+        file = code.co_filename
+        if not (file in files or is_of_program(file) or is_installed(file) or is_of_dataclass(code)):
+            yield code
 
 
 def packages_of(model: torch.nn.Module) -> set[str]:
@@ -87,14 +90,3 @@ def packages_of(model: torch.nn.Module) -> set[str]:
     held = (value for part in model.modules() for value in (part, *part._parameters.values()))
     packages = {package_of(base.__module__) for cls in set(map(type, held)) for base in cls.__mro__}
     return packages - {"torch", "builtins"}
-
-
-def _is_of_a_dataclass(code: types.CodeType) -> bool:
-    """Whether Python has made the code for a dataclass: it sets the fields of one object, and names no file."""
-    return code.co_filename == "<string>" and code.co_name in _OF_DATACLASSES
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_others(file: str) -> bool:
-    """Whether code in the file is neither of torch, Python or this engine nor of an installed package."""
-    return not is_of_program(file) and not is_installed(file)

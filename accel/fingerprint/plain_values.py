@@ -92,7 +92,8 @@ def describe_value(value: Any, references: References) -> Any:
     if type(value) in PLAIN:
         return value
     if isinstance(value, enum.Enum):
-        return (type(value).__qualname__, value.name)
+        references.notes.watch(vars(value), "_value_")
+        return (type(value).__qualname__, value.name, value.value if type(value.value) in PLAIN else None)
     if id(value) in references.open or len(references.open) >= MAX_DEPTH:
         raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__} inside of itself, or very deep")
     references.open.add(id(value))
@@ -168,10 +169,10 @@ def require_own_code(module: torch.nn.Module, path: str) -> None:
 
 def settings_of(module: torch.nn.Module) -> list[tuple[str, Any]]:
     """(name, value) of all that is on the module and not torch's, in the order of their names."""
-    return [(name, value) for name, value in sorted(module.__dict__.items()) if not _is_torchs(name)]
+    return [(name, value) for name, value in sorted(module.__dict__.items()) if not is_torchs(name)]
 
 
-def _is_torchs(name: str) -> bool:
+def is_torchs(name: str) -> bool:
     return name in _TORCH_STATE or name.endswith("_hooks") or "_hooks_" in name
 
 

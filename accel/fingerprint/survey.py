@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import types
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,8 @@ from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
 from ..signature.tree_spec import Function
-from .code_hash import CodeReader
+from .code_hash import CodeReader, ReadCode
+from .code_references import find_codes_run_by
 from .code_snapshot import CodeNotes, CodeSnapshot
 from .given_functions import GivenCode, GivenFunctions
 from .kept_state import packages_of
@@ -42,47 +42,57 @@ Traceable = Callable[..., AbstractContextManager[None]]
 """Makes a context in which code is read; where its argument is True, in which it is traced or run without values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class SurveyContext:
+    """What all blocks of one survey have in common.
+
+    wraps: recognises the wrappers around layers, which are not part of a kind.
+    plain: shows a block with its weights in place.
+    traceable: makes the context that code is read in.
+    code: all that was read. functions: reads those that blocks are given.
+    calls: what runs have found of calls of the blocks, for the next ones (`inline_cache.KnownCalls`).
+    """
+
+    wraps: Wraps | None
+    plain: Plain
+    traceable: Traceable
+    code: ReadCode
+    functions: GivenFunctions
+    calls: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Region:
     """One block to compile: its path in the model, the module and its kind.
 
     strings: every string constant in its code; the dict keys that it may read are among them.
-    wraps: recognises the wrappers around its layers, which are not part of its kind.
-    plain: shows the block with its weights in place.
-    traceable: makes the context that its code is read in.
     notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
     wrapped: where other programs have wrapped its forward.
-    codes: of every function that its survey has read.
-    known: itself by the functions that it is given. shared: what runs have found of calls of the survey's blocks, for
-        the next ones (`inline_cache.KnownCalls`).
-    functions: reads those that are given to blocks of the survey. given: what the kind has of such, if any.
+    is_last: others of its kind come before it, and none after it.
+    given: what its kind has of functions that it is given, if any. known: itself by such functions.
     """
 
     path: str
     block: torch.nn.Module
     kind: Kind
-    strings: frozenset[str] = frozenset()
-    wraps: Wraps | None = None
-    plain: Plain = in_place
-    traceable: Traceable = nullcontext
-    notes: CodeNotes = field(default_factory=CodeNotes, compare=False, repr=False)
-    codes: frozenset[types.CodeType] = field(default=frozenset(), compare=False, repr=False)
-    read: Read | None = field(default=None, compare=False, repr=False)
-    wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    functions: GivenFunctions | None = field(default=None, compare=False, repr=False)
-    given: GivenCode | None = field(default=None, compare=False, repr=False)
+    context: SurveyContext
+    strings: frozenset[str]
+    notes: CodeNotes
+    read: Read | None
+    wrapped: WrappedForward | None
+    is_last: bool
+    given: GivenCode | None = None
+    known: dict[Any, Any] = field(default_factory=dict)
 
     def of_calls_with(self, functions: tuple[Function, ...]) -> Region:
         """The region of the block where it is given these functions. Raises Indescribable."""
         known = self.known.get(functions)
         if known is None and not {package_of(function.module) for function in functions} <= packages_of(self.block):
             raise Indescribable("a function of another program")
-        given = self.functions.read(functions)
+        given = self.context.functions.read(functions)
         if known is None or known.given is not given:
             code, read = given.hash, dict(self.read or ())
-            for path, part in wrapped_layers.modules(self.block, self.wraps):  # which it may be called with
+            for path, part in wrapped_layers.modules(self.block, self.context.wraps):  # which it may be called with
                 names = {name for name, _ in settings_of(part)}.difference(read.get(path, ()), ("training",))
                 if any(map(code.may_read, names)):
                     raise Indescribable("a function that may read more of the block than its own code does")
@@ -92,15 +102,23 @@ class Region:
                 sources=self.kind.sources | code.sources,
                 opaque=self.kind.opaque | code.opaque,
             )
-            strings, codes = self.strings | code.strings, self.codes | given.codes
-            known = replace(self, kind=kind, strings=strings, codes=codes, known={}, given=given)
+            known = replace(self, kind=kind, strings=self.strings | code.strings, given=given, known={})
             self.known[functions] = known
         return known
+
+    @functools.cached_property
+    def code(self) -> ReadCode:
+        """All code that was read for it, and where."""
+        notes = (*self.context.code.notes, self.notes)
+        if self.given is None:
+            return replace(self.context.code, notes=notes, read=self.read)
+        codes = self.context.code.codes | self.given.code.codes
+        return replace(self.context.code, codes=codes, notes=(*notes, *self.given.code.notes), read=self.read)
 
     @property
     def tracing(self) -> Callable[[], AbstractContextManager[None]]:
         """Makes the context that the block is traced in, where its code calls functions that can be traced."""
-        return functools.partial(self.traceable, True)
+        return functools.partial(self.context.traceable, True)
 
     @functools.cached_property
     def parts(self) -> tuple[torch.nn.Module, ...]:
@@ -115,12 +133,12 @@ class Region:
     @functools.cached_property
     def calls_layers(self) -> bool:
         """Whether graphs of the block call layers in it as they are (`opaque_layers`)."""
-        return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.wraps))
+        return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.context.wraps))
 
     @property
     def runs_others_code(self) -> bool:
         """Whether others' code runs in its graphs now, which must not run twice to be compared."""
-        parts = wrapped_layers.modules(self.block, self.wraps)
+        parts = wrapped_layers.modules(self.block, self.context.wraps)
         return any(
             part.is_others or runs_others_code(self.block.get_submodule(path))
             for path, part in parts
@@ -130,15 +148,28 @@ class Region:
     @functools.cached_property
     def slots(self) -> WeightSlots:
         """Where the block's weights are."""
-        return weight_slots(self.block, self.kind.weights, self.wraps, self.kind.forms)
+        return weight_slots(self.block, self.kind.weights, self.context.wraps, self.kind.forms)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class Passes:
+    """What passes over a model under one survey have shown.
+
+    has_held: nothing that was read changed between the blocks in one of them. has_changed: something did in another.
+    """
+
+    has_held: bool = False
+    has_changed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Survey:
     """A model's blocks: those to compile, and the paths of those left eager with the reason.
 
     code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
         blocks are called.
+    settings_by_block: the same for each block. changed_by_model: for each, what the code around the blocks may change
+        of what was read.
     around: the modules in the model outside of the blocks to compile.
     known: what runs have found of the model's calls, for the next ones.
     layout, eager: what else it rests on, to be compared at the start of another run; eager: what may have kept blocks
@@ -150,10 +181,13 @@ class Survey:
     left_eager: tuple[tuple[str, Reason], ...]
     code: CodeSnapshot
     settings: CodeSnapshot
+    settings_by_block: dict[torch.nn.Module, CodeSnapshot]
+    changed_by_model: dict[torch.nn.Module, CodeSnapshot]
     around: tuple[torch.nn.Module, ...]
     layout: LayoutSnapshot
     eager: CodeSnapshot | None
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Any, Any] = field(default_factory=dict)
+    passes: Passes = field(default_factory=Passes)
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -168,6 +202,11 @@ class Survey:
     def stands(self) -> bool:
         """Whether code and settings are those that it has read."""
         return self.code.is_current() and self.settings.is_current()
+
+    def stands_for(self, block: torch.nn.Module) -> bool:
+        """Whether code and the block's settings are those that it has read."""
+        settings = self.settings_by_block.get(block)
+        return self.code.is_current() and (settings is None or settings.is_current())
 
 
 class KeptSurveys:
@@ -265,42 +304,30 @@ def survey(
         eager.append(block)
         noted_of_eager.add(_notes_of(block, shown[-1], noted, wraps))
     kinds = kinds_of([description for *_, description in described], shown, wraps)
+    counts, last = Counter(kinds), {kind: block for (_, block, *_), kind in zip(described, kinds, strict=True)}
     for of_all in hooks:
         reader.notes.watch_items(of_all)
-    codes, notes = reader.codes, CodeNotes()
-    regions, functions, shared = [], GivenFunctions(ignored, traceable), {}
+    inside = {part for _, block, *_ in described for part in block.modules()}
+    outside = tuple(part for part in model.modules() if part is not model and part not in inside)
+    around = find_codes_run_by({model, *outside} - inside, inside)
+    context = SurveyContext(wraps, plain, traceable, reader.collect_code(around), GivenFunctions(ignored, traceable))
+    assigned = reader.notes.select_changed(around)
+    regions, notes, changed = [], CodeNotes(), {}
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         own = _notes_of(block, described_as, description.notes, wraps, description.read)
-        regions.append(
-            Region(
-                path,
-                block,
-                kind,
-                strings=description.code.strings,
-                wraps=wraps,
-                plain=plain,
-                traceable=traceable,
-                notes=own,
-                codes=codes,
-                read=description.read,
-                wrapped=wrapped,
-                shared=shared,
-                functions=functions,
-            )
-        )
         notes.add(own)
-    counts = Counter(region.kind for region in regions)
-    kept = []
-    for region in regions:
-        if counts[region.kind] >= min_repetitions:
-            kept.append(region)
-        else:
-            left_eager.append((region.path, Reason("too_few_blocks", least=min_repetitions)))
+        if counts[kind] < min_repetitions:
+            left_eager.append((path, Reason("too_few_blocks", least=min_repetitions)))
+            continue
+        is_last, strings = last[kind] is block and counts[kind] > 1, description.code.strings
+        regions.append(Region(path, block, kind, context, strings, own, description.read, wrapped, is_last))
+        if places := CodeNotes.join(assigned, own.select_changed(around)):
+            changed[block] = places.snapshot()
     layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, *_ in described], eager)
-    inside = {model}.union(*(region.parts for region in kept))
-    around = tuple(part for part in model.modules() if part not in inside)
     of_eager = None if is_failed else noted_of_eager.snapshot()
-    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), around, layout, of_eager)
+    code, settings = reader.notes.snapshot(), notes.snapshot()
+    of_blocks = {region.block: region.notes.snapshot() for region in regions}
+    return Survey(tuple(regions), tuple(left_eager), code, settings, of_blocks, changed, outside, layout, of_eager)
 
 
 def _notes_of(
@@ -311,8 +338,7 @@ def _notes_of(
     shown: the block as it was described. Where that is a copy, a host keeps account of the weights on the parts.
     noted: while it was. read: the settings that its code reads; None for all that it has but tensors.
     """
-    notes = CodeNotes()
-    notes.add(noted)
+    notes = CodeNotes.join(noted)
     parts = dict(wrapped_layers.modules(block, wraps))
     if read is None:
         settings = ((path, settings_of(part)) for path, part in wrapped_layers.modules(shown, wraps))

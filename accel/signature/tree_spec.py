@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from .tensors import PLAIN_TENSORS
+
 Spec = tuple
 """A nested, hashable tuple; the first item of each node is its tag."""
 
@@ -83,6 +85,8 @@ def flatten(
     with slots of these.
     """
     if isinstance(value, torch.Tensor):
+        if type(value) not in PLAIN_TENSORS:  # whose code decides what operators do
+            raise UnsupportedArgument(f"a tensor of type {type(value).__module__}.{type(value).__qualname__}")
         for index, known in enumerate(tensors):
             if known is value:
                 return ("same", index)

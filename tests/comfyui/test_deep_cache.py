@@ -301,14 +301,6 @@ def test_wrong_settings_end_in_one_sentence(tiny_unet):
     assert "it must be one of: Balanced, Fast" in node().validate_inputs(quality="often")
 
 
-@pytest.mark.parametrize("quality", ["off", "50 dB (same picture)", "40 dB (hard to see)", "32 dB (small changes)"])
-def test_prompt_of_an_earlier_build_still_runs(tiny_unet, quality):
-    """Core leaves out inputs that a node does not have."""
-    assert all(declared.optional for declared in node().define_schema().inputs[1:])
-    assert node().validate_inputs(quality=quality) is True
-    assert node().execute(tiny_unet, quality=quality).args[0] is not tiny_unet
-
-
 def test_node_leaves_its_input_alone(tiny_unet, sample, monkeypatch):
     plain = sample(tiny_unet, steps=4)
     monkeypatch.setattr(DeepCacheSettings, "plan", lambda self: EveryFew(3))

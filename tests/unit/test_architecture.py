@@ -64,13 +64,10 @@ HOSTS_TERMS = ("dynamic VRAM", "DynamicVRAM", "lowvram", "novram", "ModelPatcher
 
 
 BUDGETS = json.loads((Path(__file__).parent / "budgets.json").read_text(encoding="utf-8"))
-"""Lines of Python (of JavaScript in `web`) a folder with all below it, and words a page.
+"""Lines of Python (of JavaScript in `web`) a folder with all below it, and words a page or folder of pages.
 
-To raise one, say in a commit of its own what the lines or words buy.
+They only fall: what is added somewhere is taken away elsewhere, in the same commit.
 """
-
-SLACK = 0.03
-"""A budget that is larger than what there is by more than this share is to be lowered."""
 
 
 def package_of(file: Path) -> str:
@@ -207,16 +204,4 @@ def _files(folder: str, ends: tuple[str, ...]) -> Iterable[Path]:
 def test_nothing_grows_without_a_decision(unit: str, name: str):
     count: Callable[[str], int] = {"lines": lines, "words": words}[unit]
     found, budget = count(name), BUDGETS[unit][name]
-    assert found <= budget, f"{name} has {found} {unit}, {found - budget} too many: shorten it, or raise the budget"
-    lower = round(found * (1 + SLACK / 3))
-    assert found >= budget * (1 - SLACK), f"{name} has {found} {unit} of {budget}: lower its budget to {lower}"
-
-
-def test_every_package_and_page_has_a_budget():
-    packages = {f"accel/{folder.name}" for folder in (ROOT / "accel").iterdir() if (folder / "__init__.py").is_file()}
-    tests = {f"tests/{folder.name}" for folder in (ROOT / "tests").iterdir() if any(folder.glob("*.py"))}
-    assert {"accel", "nodes", "fleet", "dev", "web", "tests", *packages, *tests} <= BUDGETS["lines"].keys()
-    pages = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "fleet/README.md", "docs", *pages} <= BUDGETS[
-        "words"
-    ].keys()
+    assert found <= budget, f"{name} has {found} {unit}, {found - budget} too many: take out what they replace"

@@ -234,9 +234,12 @@ def test_function_that_hides_the_one_it_calls_is_refused(monkeypatch):
 def test_code_that_ran_and_was_not_read_is_named():
     read = CodeReader()
     read.read(frozenset({Block}))
-    assert unread_code([Block.forward.__code__, offset.__code__, nn.GroupNorm.forward.__code__], read.codes) is None
+    assert (
+        unread_code([Block.forward.__code__, offset.__code__, nn.GroupNorm.forward.__code__], read.collect_code().codes)
+        is None
+    )
     inner = functools.partial.__new__  # no code of Python's
-    assert inner and unread_code([passed_on.__code__], read.codes) is passed_on.__code__
+    assert inner and unread_code([passed_on.__code__], read.collect_code().codes) is passed_on.__code__
     nested = next(part for part in scaled_by.__code__.co_consts if isinstance(part, types.CodeType))
     assert unread_code([nested], [scaled_by.__code__]) is None
 
@@ -245,7 +248,8 @@ def test_graph_of_code_that_was_not_read_is_not_kept(monkeypatch):
     model = model_of(Block(), Block())
     (region, _) = survey(model).regions
     cache = GraphCache()
-    unread = dataclasses.replace(region, codes=region.codes - {offset.__code__})
+    read = dataclasses.replace(region.context.code, codes=region.code.codes - {offset.__code__})
+    unread = dataclasses.replace(region, context=dataclasses.replace(region.context, code=read))
     runner = BlockRunner(unread, cache, eagerly())
     x = torch.ones(2, 4, 3)
     assert torch.equal(runner(region.block.forward, x), region.block(x))

@@ -56,7 +56,7 @@ def around(monkeypatch):
     def put(function):
         monkeypatch.setattr(Layer, "forward", lambda self, x: function(own(self, x)))
         reader = CodeReader()
-        return describe(Layer(2, 2), reader).digest, reader.snapshot().is_current
+        return describe(Layer(2, 2), reader).digest, reader.notes.snapshot().is_current
 
     return put
 

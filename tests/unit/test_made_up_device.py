@@ -92,9 +92,9 @@ BLOCKS = "tests/fakecuda/test_block_kernels.py::test_"
 BRIEFLY = "--tb=short"  # to write out tensors without values may take all memory
 
 
-def test_kernels_of_blocks_take_sizes_of_32_bits_compute_what_these_do_and_are_counted(device):
+def test_kernels_of_blocks_take_sizes_of_32_bits_and_compute_what_these_do(device):
     """On a card of capability 8.6, as are our kernels of group norms, and casts of fp8 weights, which it has not."""
-    files = [*(f"tests/fakecuda/test_{name}.py" for name in ("kernel_sizes", "bench_kernels")), FP8, GROUP_NORMS]
+    files = ["tests/fakecuda/test_kernel_sizes.py", FP8, GROUP_NORMS]
     of_ampere = with_comfyui(device, FAKECUDA_CC="86")
     passes(of_ampere, BRIEFLY, *files, BLOCKS + "wrong_kernels_are_found_and_right_ones_pass")
 
