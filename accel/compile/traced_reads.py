@@ -114,9 +114,9 @@ class _Reads:
         if path is None or self._read is None or not isinstance(name, str) or is_torchs(name) or name == "training":
             return True
         if name in vars(holder):
-            return name in self._read.get(path, ())
-        # What the block has not is noticed when it gets it.
-        return name not in dir(type(holder)) or self._is_class_watched(type(holder), name)
+            code = getattr(vars(holder)[name], "__code__", None)  # what this engine has put on its copy of the block
+            return name in self._read.get(path, ()) or (code is not None and is_of_program(code.co_filename))
+        return name not in dir(type(holder)) or self._is_class_watched(type(holder), name)  # a new one is noticed
 
     def _is_member_watched(self, source: Any, reader: str) -> bool:
         """As `is_watched`, of a source whose base is."""
