@@ -84,7 +84,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a block keeps for its model is left out",
-        "never_read(names, (*codes, *around)) == names",
+        "never_read(names, (*codes, *read)) == names",
         "never_read(names, codes) == names",
         "unit/test_traced_reads.py::test_what_a_block_keeps_for_its_model_is_kept",
     ),

@@ -329,7 +329,7 @@ class BlockRunner:
         return self._failed(call, resolved, failure)
 
     def _is_compared(self, resolved: ResolvedGraph) -> bool:
-        """Whether the graph makes the call not alone: as any of this shape, or once for the last block of a kind."""
+        """Whether the block itself runs in the call too, or in turns: for its shape, or once for the last of a kind."""
         known = resolved.benchmarks
         is_last = self._region.is_last and known is not None and not known.is_last_compared and known.wrong is None
         return resolved.is_compared or is_last

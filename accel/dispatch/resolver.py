@@ -254,7 +254,7 @@ class GraphResolver:
 
 @contextmanager
 def _tracing(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
-    """Empty tables of what quantised weight classes fill in as torch traces, which runs their code.
+    """Take out of the tables of quantised weight classes what their code puts there while torch traces it.
 
     packages: of these classes.
     """

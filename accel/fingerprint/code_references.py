@@ -305,8 +305,8 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def given_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What the function has, by name: defaults, what is in its cells, where a decorator's product has what it wraps,
-    and attributes that are plain or functions."""
+    """The values that the function holds, by name: its defaults, the contents of its cells, where a decorator's product
+    has what it wraps, and those attributes that are plain or functions."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from sorted((function.__kwdefaults__ or {}).items())

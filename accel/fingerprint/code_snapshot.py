@@ -231,7 +231,7 @@ def _are_alike(one: Any, other: Any, asked: set[tuple[int, int]]) -> bool:
 
 
 def _parts_of(value: Any) -> Sequence[Any]:
-    """All that the value does is decided by; nothing of what is only like itself. Code and globals are among that."""
+    """The parts that decide what the value does, of a function its code and globals too; none where more decides it."""
     if type(value) in (tuple, list):
         return (type(value), *value)
     if isinstance(value, types.FunctionType):

@@ -29,12 +29,12 @@ class KeepsState(Exception):
 
 
 def refuse_kept_state(
-    codes: Collection[types.CodeType], around: Collection[types.CodeType], model: torch.nn.Module
+    codes: Collection[types.CodeType], read: Collection[types.CodeType], model: torch.nn.Module
 ) -> None:
     """Raise KeepsState where the code that torch is tracing here has changed objects that were there before.
 
-    codes: all that is traced, if known. around: what runs around it. A model's own may keep on the model what neither
-        reads.
+    codes: all that is traced, if known. read: all that was read in and around the blocks. A model's own may keep on the
+        model what neither reads.
     """
     trace = torch_internals.CURRENT_TRACE.get()()
     if trace is None:
@@ -47,7 +47,7 @@ def refuse_kept_state(
         name = name_of(variable.source)
         names = frozenset(effects.store_attr_mutations.get(variable, ()))
         is_module = isinstance(getattr(variable, "value", None), torch.nn.Module)
-        is_unread = is_module and codes and never_read(names, (*codes, *around)) == names
+        is_unread = is_module and codes and never_read(names, (*codes, *read)) == names
         others = code_of_others(codes, model)  # which would read elsewhere what they set
         is_noted = is_unread and all(names.isdisjoint(facts_of(code).assigned) for code in others)
         if not name.endswith(_WEIGHTS) and not is_noted:
