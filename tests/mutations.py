@@ -119,12 +119,6 @@ MUTATIONS = [
         "comfyui/test_faults.py::test_comfyuis_interrupt_inside_a_compiled_block_is_not_swallowed",
     ),
     Mutation(
-        "DeepCache feature of another CFG branch",
-        "features = [self._histories[key, part].value(self.run.angle) for key in keys]",
-        "features = [self._histories[key, part].value(self.run.angle) for key in reversed(keys)]",
-        "unit/test_deep_cache.py::test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not",
-    ),
-    Mutation(
         "wrong locale key",
         '"showMore": "Show more',
         '"showMores": "Show more',
@@ -294,8 +288,8 @@ MUTATIONS = [
     ),
     Mutation(
         "capture replayed for another attention",
-        "(*self._specs, *exchanged[1]), phase, facts)",
-        "(*self._specs, *exchanged[1]), phase, None)",
+        "CaptureKey(model, self.spec, self._specs, facts)",
+        "CaptureKey(model, self.spec, self._specs, None)",
         "unit/test_model_capture.py::test_what_changes_the_work_is_captured_apart_and_what_changes_values_is_not",
     ),
     Mutation(
@@ -383,16 +377,65 @@ MUTATIONS = [
         "unit/test_specialization.py::test_what_code_asks_of_the_other_sizes_in_a_batch_of_one_counts",
     ),
     Mutation(
-        "what was skipped already not counted towards the allowance",
-        "self._allowed - spent)",
-        "self._allowed)",
-        "unit/test_quality_plan.py::test_what_is_planned_costs_no_more_than_is_allowed",
+        "skipped step that calls the model",
+        "given, functions = run.forecast(x), model_options",
+        "given, functions = (run.forecast(x), executor(x, timestep, model_options, seed))[0], model_options",
+        "comfyui/test_deep_cache.py::test_skipped_step_calls_no_model_and_the_image_is_another",
     ),
     Mutation(
-        "the newest full step alone decides",
-        "LOOK_BACK = 2\n",
-        "LOOK_BACK = 1\n",
-        "unit/test_quality_plan.py::test_the_larger_of_the_last_errors_decides",
+        "skipped step that calls the model of a pipeline",
+        "        if self._run.skips and place < len(",
+        "        if not self._run and place < len(",
+        "unit/test_diffusers_host.py::test_every_image_is_a_run_whose_skipped_steps_call_no_model",
+    ),
+    Mutation(
+        "skipped step foretold from before another thing was asked",
+        "        if situation != self._situation:\n",
+        "        if self._situation is None:\n",
+        "unit/test_deep_cache.py::test_nothing_is_foretold_from_before_another_thing_was_asked",
+    ),
+    Mutation(
+        "skipped step foretold from another size",
+        "return bool(self._known) and self._known[0].latent.shape == latent.shape",
+        "return bool(self._known)",
+        "unit/test_deep_cache.py::test_nothing_is_foretold_for_another_size",
+    ),
+    Mutation(
+        "skipped step foretold as if the noise of a sampler moved predictions",
+        "self._follows = 0.0 if facts.adds_noise else None",
+        "self._follows = None",
+        "unit/test_deep_cache.py::test_forecast_follows_a_latent_that_is_moved_but_not_by_noise_of_the_sampler",
+    ),
+    Mutation(
+        "predictions of a skipping run kept after it",
+        '"""Drop all tensors."""\n        self._forget()\n',
+        '"""Drop all tensors."""\n',
+        "unit/test_deep_cache.py::test_closed_run_keeps_no_tensor",
+    ),
+    Mutation(
+        "what skipped steps got wrong left in the latent",
+        "self._note(one.index, should - one.given)",
+        "self._note(one.index, 0 * one.given)",
+        "unit/test_correction.py::test_latent_is_as_if_nothing_had_been_skipped",
+    ),
+    Mutation(
+        "preview of a skipping run with what the latent lacked",
+        "denoised if self.run is None else self.run.prediction_in(denoised)",
+        "denoised",
+        "comfyui/test_deep_cache_quality.py::test_denoised_output_of_half_a_run_is_the_prediction_alone",
+    ),
+    Mutation(
+        "skipped step that gives a sampler the parts of the last full one",
+        "parts = zip(_PARTS, sampling.run.parts(x), strict=True)",
+        "parts = ()",
+        "comfyui/test_deep_cache_samplers.py::test_samplers_that_go_by_both_predictions_get_both_in_skipped_steps",
+    ),
+    Mutation(
+        "steps skipped beside a node that skips some itself",
+        'if CORE_CACHE in model_options.get("transformer_options", {}):',
+        "if CORE_CACHE in model_options:",
+        "comfyui/test_deep_cache_beside_other_nodes.py::"
+        "test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone",
     ),
 ]
 

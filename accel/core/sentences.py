@@ -141,7 +141,6 @@ _LINE = {
 """Parts of the line on a node."""
 
 LOADED_IN_PART = "the model is loaded in part"
-NOISE_UNSEEN = "this sampler adds noise in its steps, or may, and a skipped step of a UNet knows nothing of it"
 
 SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED, **_LINE}
 """Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese. A host

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,16 +19,14 @@ from .pool import Buffers, CapturedCall, CapturePool
 if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
     from ..modules.snapshot import WeightSnapshot
-    from ..step_cache.capture_io import CaptureIO, FeaturesProxy
     from .capture_key import CaptureKey
 
 
 class Call(NamedTuple):
-    """A call that may be captured or replayed. tensors: its inputs, then `features`, which a skipped one takes."""
+    """A call that may be captured or replayed. tensors: its inputs."""
 
     key: CaptureKey
     tensors: Sequence[torch.Tensor]
-    features: Mapping[Hashable, torch.Tensor]
     device: torch.device
 
 
@@ -36,13 +34,12 @@ class Call(NamedTuple):
 class CallCapture:
     """The capture of one call.
 
-    inner: makes the call. proxy: of a call under DeepCache. weights: of the model. held: as of `CaptureHost.hold`.
+    inner: makes the call. weights: of the model. held: as of `CaptureHost.hold`.
     constants: from the dry run of this call or of an earlier one of its key.
     """
 
     call: Call
     inner: Callable[..., Any]
-    proxy: FeaturesProxy | None
     pool: CapturePool
     observer: BlockObserver
     weights: WeightSnapshot
@@ -72,7 +69,7 @@ class CallCapture:
     def capture(self, expected: Sequence[torch.Tensor]) -> CapturedCall:
         """The captured call, whose first replay gives what is expected.
 
-        expected: what the uncaptured call returned, then what it handed to DeepCache.
+        expected: what the uncaptured call returned.
 
         Raises CaptureFailed: the replay differs. What the capturer raises passes through.
         """
@@ -83,7 +80,7 @@ class CallCapture:
             buffers.fill(self.call.tensors)
             loaded.fill(self.weights.loaded())
 
-            def call() -> tuple[Any, CaptureIO | None]:
+            def call() -> Any:
                 with self.weights.replaced(loaded.tensors), self.constants:
                     return self._call_on(buffers.tensors)
 
@@ -92,7 +89,7 @@ class CallCapture:
                 if self.observer.used:  # compiled blocks, which were not part of the dry run
                     capturer.warm_up(self.call.device, call)
                 self.observer.reset()
-                graph, (out, io) = capturer.capture(self.call.device, call)
+                graph, out = capturer.capture(self.call.device, call)
             finally:
                 self.observer.capturing = False
             self.pool.grow(graph, self.call.device)
@@ -106,13 +103,11 @@ class CallCapture:
                 loaded=loaded,
                 constants=self.constants,
                 out=out,
-                io=io,
                 weights=self.weights,
                 held=self.held,
                 observer=self.observer,
             )
-            out, handed = captured.run(self.call.tensors)
-            made = [*tensors_of(out), *handed]
+            made = tensors_of(captured.run(self.call.tensors))
             is_even = len(made) == len(expected)
             depth = len(self.observer.used) + self.observer.eager_calls
             excess = beyond_rounding(made, list(expected), depth=max(1, depth)) if is_even else float("inf")
@@ -120,13 +115,10 @@ class CallCapture:
             raise CaptureFailed(Reason("replay_differs", times=f"{excess:.1f}"))
         return captured
 
-    def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, CaptureIO | None]:
-        """The call on these tensors, without an effect on DeepCache's run."""
-        count = len(tensors) - len(self.call.features)
-        args, kwargs = tree_spec.rebuild(self.call.key.call, tensors[:count])
-        given = dict(zip(self.call.features, tensors[count:], strict=True))
-        with self.proxy.captured(given) if self.proxy is not None else nullcontext() as io:
-            return self.inner(*args, **kwargs), io
+    def _call_on(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The call on these tensors."""
+        args, kwargs = tree_spec.rebuild(self.call.key.call, tensors)
+        return self.inner(*args, **kwargs)
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:

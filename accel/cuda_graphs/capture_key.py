@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,6 @@ from ..signature.tree_spec import Spec
 
 _MAX_VARIANTS = 8
 """Variants of a call that are recognised, the latest first."""
-
-_MAX_KEYS = 64
-"""Keys of one variant, which differ in what a call under DeepCache exchanges."""
 
 Replace = Callable[[dict], Any]
 
@@ -40,8 +37,7 @@ class CaptureKey:
     model: whose weights' addresses are in the graph. A weak reference, so that a key keeps no model alive.
     call: how the call is made of tensors, with the numbers and texts in it, which become constants of the graph: how
         many conditioning chunks are joined, which residuals of a ControlNet there are.
-    inputs: of the call, then the features that a skipped step takes: latent shape, batch, context length.
-    phase: which part of the model runs (`capture_io.FeaturesProxy.phase`); None where all of it does.
+    inputs: of the call: latent shape, batch, context length.
     facts: constants of the graph that the call does not show: the model's code and what it looks at (the attention
         implementation), how its blocks are compiled, torch's switches for arithmetic.
 
@@ -52,7 +48,6 @@ class CaptureKey:
     model: weakref.ref
     call: Spec
     inputs: tuple[BufferSpec, ...]
-    phase: Hashable
     facts: Hashable
 
     def __hash__(self) -> int:
@@ -61,7 +56,7 @@ class CaptureKey:
     @functools.cached_property
     def _hash(self) -> int:
         # There are many parts, and each call needs the hash several times.
-        return hash((self.model, self.call, self.inputs, self.phase, self.facts))
+        return hash((self.model, self.call, self.inputs, self.facts))
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
@@ -87,24 +82,13 @@ class CallVariant(CallGuard):
         super().__init__(args, kwargs, spec, inputs, replace)
         self._specs = buffer_specs(inputs)
         self.device = next((tensor.device for tensor in inputs if tensor.numel()), None)
-        self._keys: dict[Hashable, CaptureKey] = {}
+        self._key: CaptureKey | None = None
 
-    def key(
-        self,
-        model: weakref.ref[torch.nn.Module],
-        features: Mapping[Hashable, torch.Tensor],
-        phase: Hashable,
-        facts: Hashable,
-    ) -> CaptureKey:
+    def key(self, model: weakref.ref[torch.nn.Module], facts: Hashable) -> CaptureKey:
         """The key of such a call. model, facts: the same at every call of this method."""
-        exchanged = phase, buffer_specs(features.values())
-        key = self._keys.get(exchanged)
-        if key is None:
-            if len(self._keys) >= _MAX_KEYS:
-                self._keys.clear()
-            key = CaptureKey(model, self.spec, (*self._specs, *exchanged[1]), phase, facts)
-            self._keys[exchanged] = key
-        return key
+        if self._key is None:
+            self._key = CaptureKey(model, self.spec, self._specs, facts)
+        return self._key
 
 
 class CallCache:

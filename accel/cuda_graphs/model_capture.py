@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ from ..dispatch.block_runner import NotReady
 from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
-from ..step_cache.capture_io import CaptureIO, FeaturesProxy
 from .call_capture import Call, CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
 from .conditions import CaptureFailed, of_arguments, of_warm_call, of_weights
@@ -86,18 +84,8 @@ class ModelCapture:
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
         self._held: frozenset = frozenset()
-        self._proxy: FeaturesProxy | None = None
         self.eager_calls = 0
         """Block calls inside replays that ran without a compiled graph."""
-
-    @contextmanager
-    def during(self, proxy: FeaturesProxy) -> Iterator[None]:
-        """A context for one call that exchanges features with a DeepCache run."""
-        self._proxy = proxy
-        try:
-            yield
-        finally:
-            self._proxy = None
 
     def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments, by a replay where there is a captured call."""
@@ -145,8 +133,7 @@ class ModelCapture:
 
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
-        phase, may_capture = self._proxy and self._proxy.phase, self._observer.may_capture
-        with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture):
+        with self.blocks.in_place((*args, *kwargs.values()), not self._observer.may_capture):
             return inner(*args, **kwargs)
 
     # Conditions, in the order that `conditions` has
@@ -159,11 +146,7 @@ class ModelCapture:
         _require(self._off or self._host.why_not())
         variant, inputs = self._variant_of(args, kwargs)
         _require(self._pool.capturer.why_not(variant.device))
-        proxy = self._proxy
-        if proxy is not None and not proxy.is_capturable:
-            return None
-        features = proxy.features() if proxy else {}
-        key = variant.key(self._model, features, proxy.phase if proxy else None, self._facts)
+        key = variant.key(self._model, self._facts)
         entry = self._cache.get(key, self._lease)
         # Weights are looked at one by one, so a call that will not be captured does without.
         if (entry is None or not entry.graphs) and self._is_refused(key, entry):
@@ -176,7 +159,7 @@ class ModelCapture:
             self._stop(reason)  # to ask at every call would cost more than it may give
             return None
         _require(of_weights(self._guard.weights, variant.device))
-        return Call(key, [*inputs, *features.values()], features, variant.device)
+        return Call(key, inputs, variant.device)
 
     def _variant_of(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
         """The variant of the call, and its tensors."""
@@ -225,17 +208,15 @@ class ModelCapture:
 
     def _replay(self, captured: CapturedCall, tensors: Sequence[torch.Tensor]) -> tuple[bool, Any]:
         """Whether the replay may be used, and its output."""
-        proxy, is_shortage = self._proxy, False
+        is_shortage = False
         try:
             with self._pool.capturer.lock:
-                out, handed = captured.run(tensors)
+                out = captured.run(tensors)
                 # The device is at work meanwhile. The captured addresses were mapped when the call began; only now
                 # is it known that all of them are the weights'.
                 if not self._guard.is_current(captured.outline):
                     self._cache.evict(captured.key)
                     return False, None
-                if proxy is not None and captured.io is not None:
-                    proxy.deliver(captured.io, handed)
                 self.eager_calls += captured.count()
             return True, out
         except self._host.interrupts:
@@ -260,14 +241,13 @@ class ModelCapture:
         """Make the call eagerly, and take the next step towards its capture."""
         key, device = call.key, call.device
         progress, entry = self._progress_of(key), self._cache.get(key)
-        proxy, held = self._proxy, self._held
+        held = self._held
         is_due = progress.resident_before == held
         # The dry run calls the model once more, which must leave no trace; on the device it ends before there is one.
         state = self._guard.weights.state() if is_due and progress.constants is None else None
         self._observer.reset()
-        with proxy.captured() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
-            alone = functools.partial(self._alone, inner, args, kwargs)
-            out, device_waited = self._pool.capturer.timed(device, alone) if is_due else (alone(), None)
+        alone = functools.partial(self._alone, inner, args, kwargs)
+        out, device_waited = self._pool.capturer.timed(device, alone) if is_due else (alone(), None)
         progress.resident_before = held if self._observer.is_stable and self._host.unchanged() else None
         if not is_due or progress.resident_before is None or self._hold() is not None or self._held != held:
             return out
@@ -284,14 +264,13 @@ class ModelCapture:
         capture = CallCapture(
             call=call,
             inner=inner,
-            proxy=proxy,
             pool=self._pool,
             observer=self._observer,
             weights=self._guard.weights,
             held=held,
             constants=progress.constants or HostConstants(device),
         )
-        refusal = self._advance(progress, capture, [*tensors_of(out), *handed.tensors])
+        refusal = self._advance(progress, capture, tensors_of(out))
         if refusal is not None:
             self._note(refusal)
         return out

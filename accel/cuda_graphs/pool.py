@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ..cache.graph_cache import GraphCache
     from ..dispatch.block_observer import BlockObserver
     from ..modules.snapshot import WeightSnapshot
-    from ..step_cache.capture_io import CaptureIO
     from .capture_key import CaptureKey
     from .cuda import CudaCapturer, CudaGraph
     from .host_constants import HostConstants
@@ -56,10 +55,9 @@ class Buffers:
 class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
-    buffers: of its inputs, including the features that a skipped call takes. loaded: of weights that the host loads
-        anew for each run. constants: are read by the graph. out: what it returned. io: what it handed to DeepCache,
-        None without one. weights: of the model, as captured. held: the streamed weights that must be held for a replay.
-        observer: has the compiled graphs inside, which live as long as this does.
+    buffers: of its inputs. loaded: of weights that the host loads anew for each run. constants: are read by the graph.
+        out: what it returned. weights: of the model, as captured. held: the streamed weights that must be held for a
+        replay. observer: has the compiled graphs inside, which live as long as this does.
     """
 
     saved_as: str | None = None
@@ -73,7 +71,6 @@ class CapturedCall:
         loaded: Buffers,
         constants: HostConstants,
         out: Any,
-        io: CaptureIO | None,
         weights: WeightSnapshot,
         held: frozenset,
         observer: BlockObserver,
@@ -83,7 +80,6 @@ class CapturedCall:
         self.constants: HostConstants | None = constants
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
-        self.io = io
         self.digest, self.outline = weights.digest, weights.outline()
         self.device = buffers.device
         self._kernels = {id(graph): (entry, graph) for entry, graph, _ in observer.used}
@@ -105,7 +101,7 @@ class CapturedCall:
 
     def release(self) -> None:
         """Free all memory; the call cannot be replayed any more."""
-        self._graph = self.constants = self.io = None
+        self._graph = self.constants = None
         self._buffers, self._loaded, self._returned = Buffers(()), Buffers(()), []
         self._pool.leave(self)
 
@@ -128,18 +124,13 @@ class CapturedCall:
             counter.hits += calls
         return self._eager_calls
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        """Replay for these inputs, with the capturer's lock held.
-
-        What the call returns, in tensors of its own; then the tensors that it hands to DeepCache, which are valid until
-        the next replay.
-        """
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Replay for these inputs, with the capturer's lock held: what the call returns, in tensors of its own."""
         if self._graph is None:
             raise RuntimeError("its model was unloaded")
         self._buffers.fill(tensors)
         self._graph.replay()
-        out = tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])
-        return out, self.io.tensors if self.io else []
+        return tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])
 
 
 class CapturePool:

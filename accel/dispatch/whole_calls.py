@@ -60,10 +60,10 @@ class WholeCalls:
         """Why the allocator forbids the CUDA graphs that would spare Python its part of a call, where it does."""
 
     @contextmanager
-    def in_place(self, given: Sequence[Any], phase: Hashable = None, are_alike: bool = True) -> Iterator[None]:
-        """A context for one call with these arguments. are_alike: those of the same sizes and phase call the same
+    def in_place(self, given: Sequence[Any], are_alike: bool = True) -> Iterator[None]:
+        """A context for one call with these arguments. are_alike: those of the same sizes call the same
         blocks, and will not be captured."""
-        known = self._known(phase, given) if are_alike and self._code is not None else None
+        known = self._known(given) if are_alike and self._code is not None else None
         device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
         used, pause = (self._all, None) if known is None else self._way(known, device)
         used.asked.clear()
@@ -118,14 +118,14 @@ class WholeCalls:
             else:
                 known.times.add_unspared(time)
 
-    def _known(self, phase: Hashable, given: Sequence[Any]) -> _Known | None:
+    def _known(self, given: Sequence[Any]) -> _Known | None:
         """What is known of calls like this one; None where nothing can be."""
         of_model = self._code.known
         if of_model is None:
             return None
         if len(of_model) >= MOST_KNOWN:
             of_model.clear()
-        known = of_model.setdefault((self._cache, self._settings, phase, *map(_sizes, given)), _Known())
+        known = of_model.setdefault((self._cache, self._settings, *map(_sizes, given)), _Known())
         if known not in self._met:
             self._met.add(known)
             known.begin_run()

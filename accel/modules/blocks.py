@@ -1,14 +1,9 @@
-"""The blocks of a model, found by structure alone; no model family is named here.
-
-`blocks` finds what is worth compiling: the innermost elements of module lists that are built of layers.
-`trunk_of` finds what is worth skipping: the lists of blocks that the token streams pass in order.
-"""
+"""The blocks of a model: what is worth compiling of it, found by structure alone. No model family is named here."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -73,56 +68,6 @@ def _contains_blocks(module: torch.nn.Module, lists: tuple[type, ...], wraps: Wr
         if inner is not module and isinstance(inner, lists) and not isinstance(inner, torch.nn.ModuleDict)
         for _, element in wrapped_layers.children(inner, wraps)
     )
-
-
-@dataclass(frozen=True)
-class BlockList:
-    """A list of blocks at `path` in its model, in the order in which they are called."""
-
-    path: str
-    blocks: tuple[torch.nn.Module, ...]
-
-    @property
-    def weight(self) -> int:
-        """The number of elements in parameters of two or more dimensions."""
-        parameters = (parameter for block in self.blocks for parameter in block.parameters())
-        return sum(parameter.numel() for parameter in parameters if parameter.ndim > 1)
-
-
-def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
-    """The lists that do most of the model's work, in the order in which they run; empty when unclear.
-
-    Two lists run in turn if their names say so: `double…` or `joint…` before `single…`, or `x` before `single_x`.
-    Otherwise the trunk is the one list that outweighs all others together; those are text refiners, adapters
-    and encoders, which run on every step.
-    """
-    lists = {found.path: found for found in _block_lists(model, "")}
-    for path, found in lists.items():
-        parent, _, name = path.rpartition(".")
-        prefix = f"{parent}." if parent else ""
-        singles = [f"single_{name}", name.replace("double", "single"), name.replace("joint", "single")]
-        for second in [prefix + single for single in singles if single != name]:
-            if second in lists:
-                return found, lists[second]
-    if not lists:
-        return ()
-    heaviest = max(lists.values(), key=lambda found: found.weight)
-    others = sum(found.weight for found in lists.values()) - heaviest.weight
-    return (heaviest,) if heaviest.weight > others else ()
-
-
-def _block_lists(module: torch.nn.Module, path: str) -> Iterator[BlockList]:
-    """The outermost lists whose elements are modules built of layers, not lists themselves."""
-    for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
-        if not isinstance(child, _LISTS):
-            yield from _block_lists(child, inner)
-        elif len(child) and all(_is_built_of_layers(element) for element in child.children()):
-            yield BlockList(inner, tuple(child.children()))
-
-
-def _is_built_of_layers(module: torch.nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and any(True for _ in module.children())
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:

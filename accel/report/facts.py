@@ -182,8 +182,6 @@ def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
         share = f"{skipping.skipped_work or 0:.0%}"
         line = Reason("line_quality", asked=f"{skipping.target_db:g}", share=share)
         skipped += f", {share} of the work, as planned for {skipping.target_db:g} dB"
-    if skipping.kept_bytes:
-        skipped += f"; {megabytes(skipping.kept_bytes)} of features kept for it"
     shown = letters if number <= _LONGEST_TIMELINE else f"{letters[:_LONGEST_TIMELINE]}..."
     bar = [Part(1, "skipped", is_gone=True) if letter == SKIPPED else Part(1, "full") for letter in letters]
     return Fact(f"{skipped}.\n  {shown}   ({FULL} full, {SKIPPED} skipped)", [line], bar=bar)

@@ -89,14 +89,12 @@ class Skipping(Record):
     steps_taken: FULL or SKIPPED for each step, such as "FSSF". why_full: why the model or the sampler forced all of
         them to be full.
     target_db: the quality that the run planned for. skipped_work: fraction of the work saved.
-    kept_bytes: of features, for the skipped steps.
     """
 
     steps_taken: str = fact("", add)
     why_full: str | None = fact(None, lambda one, other: one or other)
     target_db: float | None = fact(None, _least)
     skipped_work: float | None = None
-    kept_bytes: int = fact(0, max)
     by_skipping: Saving = fact(Saving(), Saving.with_next)
 
     @property

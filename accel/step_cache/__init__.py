@@ -1,1 +1,1 @@
-"""DeepCache: which sampling steps run in full, and what the others reuse."""
+"""DeepCache: which sampling steps call the model, and what stands for its prediction in the others."""

@@ -1,11 +1,12 @@
 """Which steps of a run are skipped: as many as one allowance of error for the whole image pays for, where they cost
 least.
 
-Each full step shows for nothing how far its prediction is from what the full steps before it foretell. That, and what
-the sampler makes of an error, tells what each way through the steps that are left would cost; the cheapest in work that
-can be paid for is taken until the next full step shows more. Nothing is learnt from other images. In the spirit of
-SpeCa (Liu et al., arXiv 2509.11628: forecast, then verify) and ERTACache (Peng et al., arXiv 2508.21091: an error is
-injected by one step and carried on by the later ones).
+Each full step shows for nothing what is wrong with forecasts: its own prediction is off the line through the full steps
+before it, and those of skipped steps can be interpolated once it is there. That, and what the sampler makes of an
+error, tells what each way through the steps that are left would cost. What was decided is paid as it was believed to
+cost: one reading neither ends nor frees a run. Nothing is learnt from other images. In the spirit of SpeCa (Liu et al.,
+arXiv 2509.11628: forecast, then verify) and ERTACache (Peng et al., arXiv 2508.21091: an error is injected by one step
+and carried on by the later ones).
 """
 
 from __future__ import annotations
@@ -17,123 +18,119 @@ import torch
 from ..core.host_copy import HostCopy
 from .sampler_facts import SamplerFacts
 
-LONGEST = 4
+FEWEST, FIRST, WARM_UP = 6, 3, 0.1
+"""The fewest steps of which any is skipped; how many run in full at the beginning, and at least as a share of all: the
+first steps of large models decide the composition."""
+
+LATE = 24
+"""How many run in full at the end, over the number of steps: the fewer there are, the more of them change much."""
+
+LONGEST = 3
 """The most steps from one full step to the next."""
 
-LOOK_BACK = 2
-"""How many of the newest full steps decide, by the largest of their errors: one may happen to be near its forecast."""
+HALF = 80.0
+"""The dB for which every step runs: the share of full steps is at least the target's of it, half for *Balanced*. Large
+models make more of an error than small ones show; what is published of them bears as much."""
 
-CORRECTED = 0.7
-"""How much of a skipped step's error turns from that of an extrapolation to that of an interpolation once the next full
-step has corrected it."""
+CORRECTED, UNCORRECTED = 1.1, 0.4
+"""How much of the error of skipped steps is there in the image on the trained networks, as interpolation and as
+extrapolation make it."""
 
-REACHES_IMAGE = 0.6
-"""How much of the estimated error is there in the final image, on the trained networks, where a full step follows:
-later steps take back the rest."""
+TAKEN_BACK = 0.8
+"""How much of that later steps take back where there is nothing but noise, and by its share elsewhere."""
+
+AT_END = 2.5
+"""How much more is left where fewer full steps follow, over the square of their number."""
+
+IN_A_ROW = 2.0
+"""How much more two steps in a row cost than a smooth line would make of them."""
 
 
 class QualityPlan:
     """Keeps the final latent within `target` dB (PSNR, its range as the peak) of the uncached run's, by estimate.
 
     Steps are asked about in their order, each once. Errors are shares of the latent's range; costs are their squares,
-    for predictions of a curvature of 1 (`_line_error`).
+    for predictions that bend as much as the share of noise (`_bend`).
     """
-
-    points = 2
-    """How many of the last full steps a skipped one is forecast from."""
 
     def __init__(self, target: float):
         self.target = target
-        self._allowed = 10 ** (-target / 10)
 
     def begin(self, facts: SamplerFacts) -> None:
-        """The run begins, or goes back to its beginning. facts: without a response where nothing is corrected."""
+        """The run begins, or goes back to its beginning."""
         self._facts = facts
+        self._left = 10 ** (-self.target / 10)
+        """Of the allowance."""
         self._fulls: list[int] = []
-        """Full steps, in order."""
         self._next_full = 0
         """The step up to which all are skipped."""
-        self._pending: dict[int, tuple[HostCopy, float]] = {}
-        """Full step → what it showed, on the way from the device, and its `_line_error`."""
-        self._curvatures: dict[int, float] = {}
-        """Full step → how far predictions bend there: its error over its `_line_error`."""
-        self._skipped: dict[int, float] = {}
-        """Full step → the cost of what was skipped before it."""
-        self._cheapest: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pending: tuple[HostCopy, float] | None = None
+        """What the last full step showed, on its way from the device, and for which bend."""
+        self._shown: list[float] = []
+        """How far predictions bend, by each full step that showed it."""
+        self._ways: list[dict[int, tuple[float, int]]] = []
 
     def skips(self, step: int) -> bool:
-        """Whether `step` may be skipped; never the first one after `begin`. On a device the host waits for what the
-        last full step showed: that is over sooner than another full step."""
+        """Whether `step` may be skipped. On a device the host waits for what the last full step showed: that is over
+        sooner than another full step."""
         if step < self._next_full:
             return True
-        for full, (shown, line_error) in self._pending.items():
-            self._curvatures[full] = shown.read().double().max().item() / line_error
-        self._pending.clear()
-        newest = list(self._curvatures.values())[-LOOK_BACK:]
-        if not newest or not all(map(math.isfinite, newest)) or self._fulls[-1] != step - 1:
+        if self._pending is not None:
+            (error, bend), self._pending = self._pending, None
+            self._shown.append(error.read().double().max().item() / bend)
+        if not self._shown or self._fulls[-1] != step - 1 or not all(map(math.isfinite, self._shown[-2:])):
             return False
-        curvature = max(newest)
-        spent = sum(cost * self._curvatures.get(full, curvature) ** 2 for full, cost in self._skipped.items())
-        self._next_full = self._next(step - 1, curvature, self._allowed - spent)
+        squared = math.prod(self._shown[-2:]) ** (2 / len(self._shown[-2:]))
+        self._ways = self._ways or self._find_ways()
+        least = math.ceil(self._facts.steps * self.target / HALF) - len(self._fulls)
+        for fulls, (cost, after) in sorted(self._ways[step - 1].items()):
+            if fulls >= least and cost * squared <= self._left:
+                self._next_full = after
+                self._left -= squared * self._cost(step - 1, after)
+                break
         return step < self._next_full
 
     def note_full(self, step: int) -> None:
-        if self._fulls and step - self._fulls[-1] > 1:
-            self._skipped[step] = self._cost(self._fulls[-1], self._gap, step)
         self._fulls.append(step)
         self._next_full = 0
 
-    def note_shown(self, step: int, error: torch.Tensor) -> None:
-        """How far the prediction of full `step` was from its forecast [B], root mean squares on the device."""
-        if len(self._fulls) > 2 and (line_error := self._line_error(step, *self._fulls[-2:-4:-1])):
-            self._pending[step] = HostCopy(error), line_error
+    def note_errors(self, errors: dict[int, torch.Tensor]) -> None:
+        """At a full step: what each of the steps that were skipped before it got wrong [B], root mean squares on the
+        device; where none was, what is wrong with the forecast of its own."""
+        if len(self._fulls) > 2:
+            now, before, first = self._fulls[:-4:-1]
+            bend = sum(self._bend(step, (step - before) * (now - first)) for step in errors)
+            self._pending = HostCopy(sum(errors.values())), bend
 
-    @property
-    def _gap(self) -> int:
-        """Steps from the last full step but one to the last one."""
-        return min(self._fulls[-1] - self._fulls[-2], LONGEST) if len(self._fulls) > 1 else 1
+    def _bend(self, step: int, distances: int) -> float:
+        """distances: to two full steps, multiplied, as in the remainder of a line through them."""
+        return max(distances * self._facts.noise_shares[step], 1e-6)
 
-    def _next(self, full: int, curvature: float, budget: float) -> int:
-        """The next full step after `full` on the way with the fewest of them that costs no more than `budget`."""
-        if not self._cheapest:
-            self._find_cheapest()
-        costs, after = self._cheapest[full, self._gap]
-        affordable = (costs * curvature**2 <= budget).nonzero()
-        return int(after[affordable[0]]) if len(affordable) else full + 1
-
-    def _find_cheapest(self) -> None:
-        """From each full step, by the gap before it, to the end: by the number of full steps on the way [steps] the
-        least cost, and the first of these steps."""
-        steps = self._facts.steps
-        for full in range(steps - 1, 0, -1):
-            places = range(full + 1, min(full + LONGEST, steps) + 1)
-            for gap in range(1, min(LONGEST, full) + 1):
-                costs = torch.full((len(places), steps), math.inf, device="cpu")
-                for row, after in zip(costs, places, strict=True):
-                    cost = self._cost(full, gap, after)
-                    if after == steps:
-                        row[0] = cost
-                    else:
-                        row[1:] = cost + self._cheapest[after, after - full][0][:-1]
-                least, place = costs.min(0)
-                self._cheapest[full, gap] = least, place + full + 1
-
-    def _cost(self, full: int, gap: int, after: int) -> float:
-        """The cost of skipping all steps from `full`, `gap` steps after the one before, up to `after`. Their errors
-        point the same way."""
-        is_followed, error = after < self._facts.steps, 0.0
+    def _cost(self, full: int, after: int) -> float:
+        """The cost of skipping all steps between two full ones. Their errors point the same way."""
+        is_corrected = self._facts.response is not None and not self._facts.adds_noise
+        error = 0.0
         for step in range(full + 1, after):
-            line_error = self._line_error(step, full, full - gap)
-            if is_followed and self._facts.response is not None:
-                line_error += CORRECTED * (self._line_error(step, full, after) - line_error)
-            error += (REACHES_IMAGE if is_followed else 1.0) * self._facts.gain(step) * line_error
+            other = after - step if is_corrected else step - full + 2  # the line's other point
+            kept = 1 - TAKEN_BACK * self._facts.noise_shares[step] * is_corrected
+            error += kept * self._facts.gain(step) * self._bend(step, (step - full) * other)
+        error *= CORRECTED if is_corrected else UNCORRECTED
+        error *= IN_A_ROW ** (after - full > 2) * (1 + AT_END / max(self._facts.steps - after, 1) ** 2)
         return error**2
 
-    def _line_error(self, step: int, one: int, other: int) -> float:
-        """The error of a line through two full steps, for a curvature of 1.
-
-        As the remainder of a polynomial through two points, it grows with the distances. Predictions bend the more the
-        more noise there is; over its ratio to the image about evenly.
-        """
-        here, there, beyond = (self._facts.angles[at] for at in (step, one, other))
-        return abs(here - there) * abs(here - beyond) / max(math.cos(here), 1e-3)
+    def _find_ways(self) -> list[dict[int, tuple[float, int]]]:
+        """From each full step to the end: by the number of full steps on the way the least cost, and the first of
+        them."""
+        steps = self._facts.steps
+        first = max(FIRST, math.ceil(WARM_UP * steps)) if steps >= FEWEST else steps
+        last = steps - max(1, round(LATE / steps))
+        ways: list[dict[int, tuple[float, int]]] = [{} for _ in range(steps)] + [{0: (0.0, steps)}]
+        for full in reversed(range(steps)):
+            for after in range(full + 1, min(full + LONGEST, steps) + 1):
+                if after > full + 1 and (full + 1 < first or after > last):
+                    continue
+                cost = self._cost(full, after)
+                for fulls, (rest, _) in ways[after].items():
+                    known = ways[full].get(fulls + (after < steps), (math.inf, 0))
+                    ways[full][fulls + (after < steps)] = min(known, (cost + rest, after))
+        return ways

@@ -16,12 +16,15 @@ from .noise_levels import angle, is_in_order, is_near, step_of
 MEMORY = 4
 """The most predictions that a sampler's step depends on beside the latent."""
 
+MOST_EVALUATIONS = 4
+"""Of one step."""
+
 _INEXACT = 1e-4
 
 
 @dataclass(frozen=True)
 class Response:
-    """How the predictions of a sampler that evaluates each step once reach its later latents.
+    """How the predictions that a sampler asks for reach its later latents, beside the noise that it adds.
 
     levels: noise levels of its evaluations. effects: [evaluations + 1, evaluations], by how much the latent of each
     evaluation, and the final one, moves when the prediction of an earlier one does. folds: for each evaluation, what
@@ -39,8 +42,8 @@ class SamplerFacts:
 
     levels: noise levels of its steps, and the one at which it ends. is_flow: whether they are shares of noise, 0 to 1,
     instead of its ratio to the image. adds_noise: whether a step adds noise. gains: by how much an error in the
-    predictions of each step moves the image; empty where that could not be measured. response: None where its
-    evaluations are not one a step, or what it does is not linear.
+    predictions of each step moves the image; empty where that could not be measured. response: None where
+    what it does is not linear.
     """
 
     levels: tuple[float, ...]
@@ -53,6 +56,11 @@ class SamplerFacts:
     def angles(self) -> tuple[float, ...]:
         """The noise levels in radians."""
         return tuple(min(angle(level, self.is_flow), math.pi / 2) for level in self.levels)
+
+    @cached_property
+    def noise_shares(self) -> tuple[float, ...]:
+        """The shares of noise in the latent at these levels, from 0 to 1."""
+        return tuple(math.sin(at) / (math.sin(at) + math.cos(at)) for at in self.angles)
 
     @property
     def steps(self) -> int:
@@ -102,21 +110,20 @@ def _measured(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> Sampl
     count = unknown.steps
     if not count or not is_in_order(levels):
         return unknown
-    anything = torch.rand(count, generator=torch.Generator().manual_seed(0))
-    begun: dict[int, torch.Tensor] = {}
-    evaluated: list[float] = []
+    most = MOST_EVALUATIONS * count
+    anything = torch.rand(most, generator=torch.Generator().manual_seed(0))
+    asked: list[float] = []
+    latents: list[torch.Tensor] = []
 
     # Row 0 has predictions that are anything, row 1 the same and noise of another size, row 2 no noise at all. The
-    # others have an impulse in the predictions of one step each.
+    # others have an impulse in one prediction each.
     def predict(latent: torch.Tensor, level: float) -> torch.Tensor:
-        step = step_of(level, levels)
-        if is_near(levels[step], level):  # the last one there: Heun's method goes to a step's level and comes back
-            begun[step] = latent.detach().reshape(-1).double().clone()
-        evaluated.append(level)
-        if len(evaluated) > 8 * count:
-            raise RuntimeError("it evaluates each step more than 8 times")
-        prediction = torch.full_like(latent, float(anything[step]))
-        prediction[3 + step] += 1.0
+        if len(asked) == most:
+            raise RuntimeError(f"it evaluates each step more than {MOST_EVALUATIONS} times")
+        prediction = torch.full_like(latent, float(anything[len(asked)]))
+        prediction[3 + len(asked)] += 1.0
+        asked.append(level)
+        latents.append(latent.detach().reshape(-1).double().clone())
         return prediction
 
     def noise(latent: torch.Tensor) -> torch.Tensor:
@@ -124,18 +131,23 @@ def _measured(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> Sampl
         made[1], made[2] = 2.0, 0.0
         return made
 
-    final = sample(predict, noise, torch.zeros(count + 3, 1, 1, 1)).reshape(-1).double()
-    if sorted(begun) != list(range(count)) or any(one > other for one, other in pairwise(begun)):
+    final = sample(predict, noise, torch.zeros(most + 3, 1, 1, 1)).reshape(-1).double()
+    steps = [step_of(level, levels) for level in asked]
+    # The last one there: Heun's method goes to a step's level and comes back.
+    begun = {
+        step: at for at, (step, level) in enumerate(zip(steps, asked, strict=True)) if is_near(levels[step], level)
+    }
+    if list(begun) != list(range(count)):
         return unknown
-    moved = torch.stack([*(begun[step] for step in range(count)), final])  # [steps + 1, rows]
+    moved = torch.stack([*latents, final])  # [evaluations + 1, rows]
     adds_noise = not torch.allclose(moved[:, 0], moved[:, 1], atol=1e-6)
     if adds_noise and not torch.allclose(moved[:, 1] - moved[:, 2], 2 * (moved[:, 0] - moved[:, 2]), atol=1e-4):
         return unknown  # noise of its own, which is another in every row
-    effects = moved[:, 3:] - moved[:, :1]
-    facts = SamplerFacts(levels, is_flow, adds_noise, tuple(_gains(levels, unknown.angles, is_flow, effects)))
-    if adds_noise or len(evaluated) != count or not all(map(is_near, levels, evaluated)):
-        return facts
-    return SamplerFacts(levels, is_flow, False, facts.gains, _response(levels, effects, moved[:, 0], anything.double()))
+    effects = moved[:, 3 : 3 + len(asked)] - moved[:, :1]
+    of_step = torch.nn.functional.one_hot(torch.tensor(steps), count).double()
+    gains = _gains(levels, unknown.angles, is_flow, effects[[*begun.values(), -1]] @ of_step)
+    response = _response(levels, tuple(asked), effects, moved[:, 2], anything.double())
+    return SamplerFacts(levels, is_flow, adds_noise, tuple(gains), response)
 
 
 def _gains(levels: tuple[float, ...], angles: tuple[float, ...], is_flow: bool, effects: torch.Tensor) -> list[float]:
@@ -153,15 +165,15 @@ def _gains(levels: tuple[float, ...], angles: tuple[float, ...], is_flow: bool, 
 
 
 def _response(
-    levels: tuple[float, ...], effects: torch.Tensor, moved: torch.Tensor, anything: torch.Tensor
+    levels: Sequence[float], asked: tuple[float, ...], effects: torch.Tensor, moved: torch.Tensor, given: torch.Tensor
 ) -> Response | None:
-    """The response, where the sampler is linear: `moved` [steps + 1] are its latents by the predictions `anything`."""
-    count = len(levels) - 1
-    is_falling = all(one > other for one, other in pairwise([*levels[:count], 0.0]))
-    if not is_falling or not torch.allclose(moved, effects @ anything, rtol=_INEXACT, atol=_INEXACT):
+    """The response, where the sampler is linear: `moved` [evaluations + 1] are its latents by the predictions
+    `given`."""
+    is_falling = all(one > other for one, other in pairwise([*levels[:-1], 0.0]))
+    if not is_falling or not torch.allclose(moved, effects @ given[: len(asked)], rtol=_INEXACT, atol=_INEXACT):
         return None
     folds = []
-    for evaluation in range(count):
+    for evaluation in range(len(asked)):
         first = evaluation - MEMORY
         if first < 0:
             folds.append([])
@@ -169,7 +181,7 @@ def _response(
         later = effects[evaluation + 1 :]
         oldest, since = later[:, first : first + 1], later[:, first + 1 : evaluation + 1]
         fold = torch.linalg.lstsq(since, oldest, rcond=1e-5, driver="gelsd").solution
-        if (since @ fold - oldest).norm() > _INEXACT * (oldest.norm() + 1e-9):
+        if (since @ fold - oldest).norm() > 10 * _INEXACT * (oldest.norm() + 1e-9):
             return None
         folds.append(fold.flatten().tolist())
-    return Response(levels[:count], effects.tolist(), folds)
+    return Response(asked, effects.tolist(), folds)

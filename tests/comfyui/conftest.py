@@ -1,6 +1,5 @@
 """A real ComfyUI in this process, on the CPU, and tiny models of its own classes."""
 
-import logging
 import os
 
 import pytest
@@ -17,7 +16,6 @@ os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of t
 import comfy.model_management  # noqa: E402
 from kit import tiny_models  # noqa: E402
 from kit.captures import CpuCapturer, capturing_cache  # noqa: E402
-from kit.deep_cache import said_of_fallbacks  # noqa: E402
 
 SLOW_TO_VALIDATE = """
 import asyncio, nodes
@@ -87,11 +85,3 @@ def vae():
     from kit import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()
-
-
-@pytest.fixture
-def no_fallback(caplog):
-    """The log says of no skipped call that it fell back to a full one."""
-    caplog.set_level(logging.WARNING)
-    yield
-    assert not said_of_fallbacks(caplog)

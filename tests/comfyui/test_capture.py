@@ -26,12 +26,10 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, left, reasons
 from kit.controls import control_net
-from kit.deep_cache import SMALL, last_run, split_chunks
+from kit.deep_cache import SMALL, last_run
 from kit.families import DITS
 from kit.other_nodes import controlled, lora
 from kit.step_cache import every
-
-SKIPS_ALL_IT_MAY = every(3, points=2)
 
 
 def unet(**changes):
@@ -84,31 +82,23 @@ def test_image_of_replays_is_the_plain_one_and_the_next_image_is_nothing_else(na
 
 
 @pytest.mark.parametrize("cached_first", [True, False])
+@pytest.mark.parametrize("settings", [every(3), DeepCacheSettings(20.0)])
 @pytest.mark.parametrize("name", ["UNet", "Flux"])
-def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cached_first, capturer, cache):
+def test_full_steps_of_deep_cache_share_the_one_capture_and_skipped_ones_replay_nothing(
+    name, settings, cached_first, capturer, cache
+):
     model, run = load(name)
-    expected = run(apply_deep_cache(model, SKIPS_ALL_IT_MAY))
+    expected = run(apply_deep_cache(model, settings), 12)
     steps = last_run()
-    both = fast_and_cached(model, SKIPS_ALL_IT_MAY, cached_first, cache)
+    both = fast_and_cached(model, settings, cached_first, cache)
     for _ in range(2):
-        assert torch.equal(run(both), expected) and last_run() == steps
-    assert steps["skipped_steps"] > 4
-    assert {member.key.phase[0] for member in cache.captures.members} == {"full", "skipped"}
-    assert (capturer.captures, left(capturer)) == (2, 2)
+        before = capturer.replays
+        assert torch.equal(run(both, 12), expected) and last_run() == steps
+    assert steps["skipped_steps"] and capturer.replays - before == steps["full_steps"]
+    assert torch.equal(run(fast(model, cache), 12), run(model, 12))
+    assert (capturer.captures, left(capturer)) == (1, 1)
     assert_reads_only_weights_and_buffers(capturer, cache, model.model.diffusion_model)
     assert reasons() == []
-
-
-@pytest.mark.parametrize("settings", [every(3), DeepCacheSettings(20.0)])
-def test_steps_and_streams_are_deep_caches_own(settings, capturer, cache):
-    """Conditioning in calls of their own: two streams share each capture."""
-    model = split_chunks(unet())
-    expected = image(apply_deep_cache(model, settings), steps=12)
-    steps = last_run()
-    both = fast(apply_deep_cache(model, settings), cache)
-    for _ in range(2):
-        assert torch.equal(image(both, steps=12), expected) and last_run() == steps
-    assert steps["skipped_steps"] and capturer.captures <= 2 and capturer.replays > 20
 
 
 def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays(capturer, cache):
@@ -196,17 +186,14 @@ def test_model_loaded_in_part_is_left_alone_and_told_once(capturer, cache):
     assert capturer.captures == 0
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key(cached, capturer, cache):
+def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key(capturer, cache):
     model = unet()
-    base = apply_deep_cache(model, every(2)) if cached else model
-    both = fast(base, cache)
+    both = fast(model, cache)
     one, other = (control_net(seed, **SMALL) for seed in (3, 5))
     for controls, end in (((one,), 1.0), ((other,), 1.0), ((one,), 0.5), ((), 1.0)):
         conds = {"positive": controlled(*controls, ends=(end,))} if controls else {}
-        assert torch.equal(image(both, **conds), image(base, **conds))
-    # With residuals and without; skipped steps read none.
-    assert capturer.captures == (3 if cached else 2)
+        assert torch.equal(image(both, **conds), image(model, **conds))
+    assert capturer.captures == 2  # with residuals and without
     assert_reads_only_weights_and_buffers(capturer, cache, model.model.diffusion_model)
     assert reasons() == []
 

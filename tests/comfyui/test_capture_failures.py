@@ -64,7 +64,7 @@ def image(model, name, size=0, steps=4, **more):
 
 
 def cached(model):
-    return apply_deep_cache(model, every(3, points=2))
+    return apply_deep_cache(model, every(3))
 
 
 SESSION = {

@@ -10,7 +10,6 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.splits.layouts import why_no_split
 from kit.compiled import graphs
 from kit.core_nodes import ALL_ROWS, FAMILIES_OF_NODES, LOADERS, NO_NODES, ROWS, nodes_of_core
 from kit.deep_cache import last_run
@@ -23,6 +22,9 @@ QUICK = ["GLIGEN", "merge", "Uni3C", "Z-Image Fun 2.0"]
 TOLERANCE = 1e-5
 """Of the largest value: a copy made contiguous is summed in another order."""
 
+EXTRAPOLATED = 1e-3
+"""With DeepCache, which goes on along the line through two predictions, and so with their differences."""
+
 models = functools.cache(lambda family: FAMILIES_OF_NODES[family].load())
 caches = functools.cache(lambda family: GraphCache())
 """One for each family: what a node leaves alone is compiled once."""
@@ -32,8 +34,8 @@ def fast(row, model):
     return accelerate(model, CompileSettings(backend="eager"), caches(row.family))
 
 
-def assert_close(one, other):
-    assert one.isfinite().all() and (one - other).abs().max() <= TOLERANCE * other.abs().max()
+def assert_close(one, other, tolerance=TOLERANCE):
+    assert one.isfinite().all() and (one - other).abs().max() <= tolerance * other.abs().max()
 
 
 def skips():
@@ -68,19 +70,18 @@ def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_doe
     deep = row.image(apply_deep_cache(row.on(model), every(2)))
     assert deep.isfinite().all()
     if row.full:
-        why = why_no_split(model.model.diffusion_model) if last_run() is None else records.deep_cache().why_full
-        assert why.startswith(row.full)
+        assert records.deep_cache().why_full.startswith(row.full)
         assert_close(deep, plain)
     else:
         assert not torch.equal(deep, plain)
     assert skips() != bool(row.full)
-    assert_close(row.image(row.on(apply_deep_cache(model, every(2)))), deep)
+    assert_close(row.image(row.on(apply_deep_cache(model, every(2)))), deep, EXTRAPOLATED)
     assert skips() != bool(row.full)
     for both in (
         fast(row, apply_deep_cache(row.on(model), every(2))),
         row.on(apply_deep_cache(fast(row, model), every(2))),
     ):
-        assert_close(row.image(both), deep)
+        assert_close(row.image(both), deep, EXTRAPOLATED)
         assert skips() != bool(row.full)
     # Nothing is near enough to be skipped; what full steps show is compared all the same.
     assert torch.equal(row.image(apply_deep_cache(row.on(model), DeepCacheSettings(quality=200.0))), plain)

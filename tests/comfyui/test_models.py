@@ -21,7 +21,6 @@ from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.report.run_record import records
-from comfy_accel.accel.step_cache.splits.layouts import why_no_split
 from kit import families
 from kit import streamed_weights as stand_in
 from kit.captures import capturing_cache
@@ -51,7 +50,7 @@ the tests run the same rows and compare.
 - **compiled**: block types/graphs made for them in the first image, a batch of 1. A negative prompt beside it, another
   size, a longer prompt, a batch of 3 and a LoRA compiled nothing more, or (+) as many for the first larger batch.
   (n): why other blocks ran uncompiled.
-- **DeepCache**: every second of 4 steps was skipped.
+- **DeepCache**: the last two of 4 steps were skipped.
 - **ControlNet**: compiled beside the model, where the tests have one for it.
 - **fp8**: weights stored so, with a LoRA too; “–” where ComfyUI itself cannot run it.
 - **streamed**: weights that ComfyUI streams (DynamicVRAM), on a stand-in for its allocator that takes them away at
@@ -152,10 +151,8 @@ def cached(name, case):
     records.clear()
     plain = case.sample(model, steps=4)
     assert_same(name, case.sample(apply_deep_cache(model, every(1)), steps=4), plain)
-    deep = case.sample(apply_deep_cache(model, every(2)), steps=4)
+    deep = case.sample(apply_deep_cache(model, every(3)), steps=4)
     assert_same(name, case.sample(model, steps=4), plain)
-    if last_run() is None:
-        return f"no: {why_no_split(model.model.diffusion_model)}"
     if last_run()["skipped_steps"]:
         assert not torch.equal(deep[0], plain[0])
         return f"{last_run()['skipped_steps']} of 4 steps skipped"

@@ -344,7 +344,7 @@ PATTERNS = {
     "list in one in the call": Pattern(
         in_calls(lambda net: all_of(net, SpatialTransformer, "transformer_blocks", list_as_one))
     ),
-    "model's forward": Pattern(model_forward, skips=False),
+    "model's forward": Pattern(model_forward),
     "function wrapper": Pattern(function_wrapper, skips=False),
     "around the model": Pattern(wrapped(WrappersMP.DIFFUSION_MODEL)),
     "around its call": Pattern(wrapped(WrappersMP.APPLY_MODEL)),

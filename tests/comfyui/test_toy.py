@@ -7,8 +7,6 @@ import sys
 
 import pytest
 import torch
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from kit.step_cache import every
 
 from dev import ROOT
 from dev.bench import toy_data
@@ -59,6 +57,7 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
     from torch.utils.flop_counter import FlopCounterMode
 
     from dev.bench import toy
+    from dev.bench.deepcache import skipping
     from dev.bench.flops import Flops
 
     _, patcher = network
@@ -71,28 +70,73 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
     with torch.inference_mode():
         flops.learn(lambda: toy.sample(patcher, torch.tensor([0]), 8, 12, 1, "euler", seed=0))
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            full = taken(patcher, 2)
+            full = taken(patcher, 4)
         assert full == pytest.approx(counter.get_total_flops())
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            half = taken(apply_deep_cache(patcher, every(2)), 2)
-    assert half == pytest.approx(counter.get_total_flops())
-    assert half < 0.75 * full
+        assert taken(skipping(patcher, {2}), 4) == pytest.approx(0.75 * full)
+
+
+def test_other_caches_skip_what_lies_between_the_first_and_the_last_layers(network):
+    from dev.bench import toy
+    from dev.bench.deepcache_others import DeepCache
+    from dev.bench.flops import Flops
+
+    name, patcher = network
+    net = patcher.model.diffusion_model
+    flops, tokens = Flops(net), toy.class_tokens()[:2]
+    more = {"y": toy.pooled(tokens)} if name in FLOWS else {}
+    cache = DeepCache(flops, 2.0)
+    latent, sigma = torch.randn(2, toy.CHANNELS, 8, 12), torch.full((2,), 0.5)
+
+    class Executor:
+        class_obj = patcher.model
+
+        def __call__(self, x, t, *args):
+            return net(x, t, tokens, **more)
+
+    def called(x):
+        made = cache(Executor(), x, sigma, None, None, None, {"sample_sigmas": torch.tensor([1.0, 0.5, 0.0])})
+        return made, flops.take()
+
+    with torch.inference_mode():
+        flops.learn(lambda: net(latent, sigma, tokens, **more))
+        (full, work), (same, less), (again, _) = called(latent), called(latent), called(0.9 * latent)
+        other, _ = called(latent)
+        torch.testing.assert_close(
+            (full, again), (net(latent, sigma, tokens, **more), net(0.9 * latent, sigma, tokens, **more))
+        )
+    assert 0 < less < 0.25 * work
+    torch.testing.assert_close(same, full)
+    assert not torch.allclose(other, full, atol=1e-3), "what lies between stems from another latent"
 
 
 @pytest.mark.thorough  # a bench as a subprocess
 def test_bench_writes_rows_and_tables(tmp_path):
-    few = ["--samplers", "euler", "--steps", "20", "--cfg", "4", "--images", "1", "--networks", "unet", "mmdit"]
+    few = ["--samplers", "euler", "--steps", "20", "--cfg", "5", "--images", "1", "--networks", "unet", "mmdit"]
     few.append("--others")
     command = [sys.executable, "-m", "dev.bench.deepcache", *few, "--out", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     rows = json.loads((tmp_path / "deepcache.json").read_text(encoding="utf-8"))["rows"]
-    ways = {"Balanced", "Fast", "50 dB", "45 dB", "30 dB", "cache-dit", "TeaCache", "First Block Cache"}
+    ways = {"Balanced", "Fast", "50 dB", "45 dB", "30 dB", "every 2nd", "cache-dit", "TeaCache", "First Block Cache"}
     ways |= {"EasyCache", "LazyCache"}
     pairs = {(row["network"], row["way"]) for row in rows if row["network"] in ("unet", "mmdit")}
-    assert pairs == {(one, way) for one in ("unet", "mmdit") for way in ways}
+    assert pairs == {*((one, way) for one in ("unet", "mmdit") for way in ways), ("unet", "DeepCache of Ma et al.")}
     assert all(0 < row["flops_share"] <= 1.02 for row in rows)
     assert (tmp_path / "deepcache.md").stat().st_size > 0
+
+
+@pytest.mark.thorough  # a bench as a subprocess
+def test_bench_of_a_checkpoint_writes_its_sheet_and_figures_without_a_path(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red cube\n", encoding="utf-8")
+    few = ["--prompts", str(tmp_path / "prompts.txt"), "--steps", "6", "--width", "64", "--ways", "35 dB", "every 2nd"]
+    command = [sys.executable, "-m", "dev.bench.quality", *few, "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    written = (tmp_path / "quality.json").read_text(encoding="utf-8")
+    assert str(tmp_path) not in written and str(ROOT) not in written and "red cube" not in written
+    ways = [row["way"] for row in json.loads(written)["rows"]]
+    assert ways == ["uncached", "35 dB", "fewer steps, as 35 dB", "every 2nd"]
+    assert (tmp_path / "quality.png").stat().st_size > 0
 
 
 def test_demo_makes_its_sheet_of_skipped_steps(tmp_path, monkeypatch):

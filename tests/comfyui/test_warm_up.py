@@ -40,7 +40,7 @@ def test_warmed_up_model_compiles_nothing_for_the_first_image(small_unet, sample
 
 def test_nothing_is_said_of_steps_that_are_thrown_away(small_unet, caplog):
     caplog.set_level("INFO")
-    warm_up(cached(small_unet, points=2), tiny_models.conditioning(), [Size(64, 64)], [1])
+    warm_up(cached(small_unet), tiny_models.conditioning(), [Size(64, 64)], [1])
     assert [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()] == []
 
 

@@ -9,12 +9,12 @@ from comfy_accel.accel.hosts.diffusers import deep_cache as host
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.hosts.diffusers.predictions import _on_cpu, facts_of
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule
-from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.report.run_record import records
 from kit import deep_transformers, tiny_pipelines
 from kit.step_cache import corrections_told, every
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-EVERY_SECOND = every(2, points=2)
+EVERY_SECOND = every(2)
 
 
 @pytest.fixture
@@ -71,22 +71,21 @@ IMAGE = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5))
 FLOW = {"sample": deep_transformers.sample, "steps": 8}
 CHANGED = {"callback_on_step_end": changed, "callback_on_step_end_tensor_inputs": ["latents"]}
 RUNS = {
-    **{scheduler: (sd(scheduler), {"steps": 20}, [True]) for scheduler in ONCE},
-    **{scheduler: (sd(scheduler), {"steps": 20}, [False]) for scheduler in (*NOISY, *TWICE)},
+    **{scheduler: (sd(scheduler), {"steps": 20}, [True]) for scheduler in (*ONCE, *TWICE)},
+    **{scheduler: (sd(scheduler), {"steps": 20}, [False]) for scheduler in NOISY},
     "clipped predictions": (clipping, {}, [False]),
     "another scheduler's config": (lambda: clipping(diffusers.DPMSolverMultistepScheduler), {"steps": 12}, [True]),
     "Flux": (lambda: deep_transformers.pipeline("FluxPipeline"), FLOW, [True]),
     "SD3": (lambda: deep_transformers.pipeline("StableDiffusion3Pipeline"), FLOW, [True]),
-    "two transformers": (two_transformers, FLOW, [False, False]),
-    "held features": (sd(), {"settings": every(2)}, [False]),
+    "two transformers": (two_transformers, FLOW, [True]),
     "a latent that somebody changes": (sd(), {"steps": 8, **CHANGED}, [False]),
     "from an image": (sd("EulerDiscrete", "StableDiffusionImg2ImgPipeline"), {"image": IMAGE, "strength": 0.5}, [True]),
     "a plain step": (sd(), {"sample": by_hand}, [True]),
     "a step that is told nothing": (sd(), {"sample": by_hand, "generator": None}, [True]),
     "a step that is told more": (sd(), {"sample": by_hand, "s_noise": 1.1}, [False]),
 }
-"""Name → the pipeline, how it is called, and whether its runs are corrected: those that evaluate each step once and add
-no noise, as far as all is known that happens to the latent."""
+"""Name → the pipeline, how it is called, and whether its runs are corrected: those that add no noise, as far as all is
+known that happens to the latent."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -96,19 +95,12 @@ def test_runs_are_corrected_where_all_is_known_that_happens_to_the_latent(ended,
     assert ended == are_corrected
 
 
-def test_noise_that_a_scheduler_is_told_to_add_ends_correcting(ended, monkeypatch):
-    """DDIM's eta. Nothing is skipped from its first step on."""
-    taken, count = [], DeepCacheRun.count
-
-    def noted(run, skipped):
-        taken.append(skipped)
-        count(run, skipped)
-
-    monkeypatch.setattr(DeepCacheRun, "count", noted)
-    pipe = tiny_pipelines.pipeline("DDIMScheduler")
-    made = cached(pipe, steps=6, eta=1.0)
-    assert torch.equal(made, tiny_pipelines.sample(pipe, steps=6, eta=1.0))
-    assert ended == [False] and taken == [False] * 6
+def test_noise_that_a_scheduler_is_told_to_add_ends_correcting_and_skipping(ended):
+    """DDIM's eta, from its first step on."""
+    pipe, arguments = tiny_pipelines.pipeline("DDIMScheduler"), {"steps": 6, "eta": 1.0}
+    made, counts = deep_transformers.sample_cached(pipe, EVERY_SECOND, tiny_pipelines.sample, **arguments)
+    assert torch.equal(made, tiny_pipelines.sample(pipe, **arguments))
+    assert ended == [False] and counts == [(6, 0)]
 
 
 def test_noise_that_comes_after_skipped_steps_skips_nothing_more(ended, caplog):
@@ -133,22 +125,17 @@ def test_step_of_a_copied_scheduler_is_the_copys(ended):
     assert ended == [True, True]
 
 
-def test_guidance_that_changes_is_not_interpolated_across(monkeypatch):
-    """What was asked of the model is told with each prediction."""
-    asked = []
-    end = DeepCacheRun.end
-
-    def noted(run, latent, level, prediction, scale):
-        asked.append(scale[0])
-        return end(run, latent, level, prediction, scale)
-
+def test_nothing_is_foretold_across_a_change_of_guidance():
     def changed(pipe, step, timestep, tensors):
         pipe._guidance_scale = 5.0 if step >= 3 else 7.5
         return tensors
 
-    monkeypatch.setattr(DeepCacheRun, "end", noted)
-    cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), steps=8, callback_on_step_end=changed)
-    assert asked == [7.5] * 4 + [5.0] * 4
+    def taken(**how):
+        cached(pipe, settings=every(9), steps=8, **how)
+        return records.deep_cache().steps_taken
+
+    pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler")
+    assert taken() == "FFSSSSSS" and taken(callback_on_step_end=changed) == "FFSSFFSS"
 
 
 def test_half_precision_stays(ended):

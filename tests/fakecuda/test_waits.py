@@ -93,7 +93,7 @@ def test_replays_wait_for_nothing_and_are_one_launch(model, cache):
 @pytest.mark.parametrize("graphs", thorough_except([False, True], True))
 def test_steps_that_are_skipped_wait_for_nothing(model, cache, graphs):
     ours = accelerate(model, CompileSettings(), cache, graphs=graphs)
-    assert waits_a_step(apply_deep_cache(ours, every(3, points=2))) == 0
+    assert waits_a_step(apply_deep_cache(ours, every(3))) == 0
     assert last_run()["skipped_steps"] > 0 and fallbacks.rows() == []
 
 
@@ -107,14 +107,15 @@ def test_deciding_what_to_skip_waits_once_a_full_step_at_most(model, cache, grap
 
 @pytest.mark.parametrize("behind", [0, 10**9])
 def test_what_a_full_step_shows_decides_the_next_one_whether_it_has_come_or_not(behind):
-    """behind: how long the device is busy with what was asked before, when the host decides."""
-    plan = QualityPlan(40.0)
-    plan.begin(SamplerFacts(tuple(4.0 - 0.5 * step for step in range(8)) + (0.0,), False, False))
-    for step in range(4):
-        plan.note_full(step)
-        if step == 3:
-            torch.cuda._sleep(behind)
-        plan.note_shown(step, torch.zeros(1).cuda())
-    plan.skips(4)
-    assert set(plan._curvatures) == {2, 3}
+    """behind: how long the device is busy with what was asked before, when the host decides. Its values are zeros."""
+    plans = {where: QualityPlan(40.0) for where in ("cpu", "cuda")}
+    for where, plan in plans.items():
+        plan.begin(SamplerFacts(tuple(4.0 - 0.2 * step for step in range(20)) + (0.0,), False, False))
+        for step in range(6):
+            assert not plan.skips(step) or step > 2
+            plan.note_full(step)
+            if step == 5 and where == "cuda":
+                torch.cuda._sleep(behind)
+            plan.note_errors({step: torch.zeros(1).to(where)})
+    assert [plan.skips(6) for plan in plans.values()] == [True, True]
     torch.cuda.synchronize()

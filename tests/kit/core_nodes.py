@@ -519,7 +519,6 @@ def _rows() -> dict[str, Row]:
             passes="2",
             blend="average",
             strength=1.0,
-            full="cannot skip language_model.layers",
         ),
         # Model patches
         "USO": Row("Flux, no CFG", "nodes_model_patch.USOStyleReference", uso),
@@ -532,14 +531,13 @@ def _rows() -> dict[str, Row]:
         "Z-Image Fun": Row("Z-Image, even", z_patch, z_image_fun()),
         "Z-Image Fun 2.0": Row("Z-Image, even", z_patch, z_image_fun(n_control_layers=15, **inpaint)),
         "Z-Image Fun 2.0 inpaint": Row("Z-Image, even", z_patch, z_image_fun(True, n_control_layers=3, **inpaint)),
-        "SUPIR": Row("SDXL", "nodes_model_patch.SUPIRApply", supir, full="a skipped step failed"),
+        "SUPIR": Row("SDXL", "nodes_model_patch.SUPIRApply", supir),
         "Wan Animate 2, cached": on(
             "Wan Animate 2",
             "nodes_wan.WanAnimate2Cache",
             device="cpu",
             dtype="default",
             eager=("no_block_runs",),
-            full="cannot skip blocks of WanAnimate2Model: the model calls none",
         ),
         "causal Wan": Row(
             "Wan, causal",
@@ -549,7 +547,6 @@ def _rows() -> dict[str, Row]:
                 **dict(length=9, batch_size=1),
             ),
             eager=("changes_list",),
-            full="cannot skip blocks of CausalWanModel: its blocks keep something from call to call (kv_cache)",
             sample=block_by_block,
         ),
         "reference voice": Row("LTX 2", "nodes_lt.LTXVReferenceAudio", voice, heard),
@@ -595,9 +592,7 @@ def _rows() -> dict[str, Row]:
         "sampling, V": unet(
             sampling + "ModelSamplingContinuousV", sampling="v_prediction", sigma_max=80.0, sigma_min=0.03
         ),
-        "sampling, Cascade": on(
-            "Stable Cascade", sampling + "ModelSamplingStableCascade", shift=1.5, full="it is neither"
-        ),
+        "sampling, Cascade": on("Stable Cascade", sampling + "ModelSamplingStableCascade", shift=1.5),
         "sampling, SD3": on("SD3", sampling + "ModelSamplingSD3", shift=2.0),
         "sampling, AuraFlow": on("Z-Image", sampling + "ModelSamplingAuraFlow", shift=1.7),
         "sampling, Flux": on(

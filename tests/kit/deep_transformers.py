@@ -1,4 +1,4 @@
-"""Transformers of diffusers' classes, narrow but deep enough to leave blocks out, in pipelines of their own classes.
+"""Transformers of diffusers' classes, narrow, in pipelines of their own classes.
 
 Imported by tests that have made sure that diffusers is there. Text encoders and VAEs are left out.
 """
@@ -56,47 +56,12 @@ KINDS = {
         "DPMSolverMultistepScheduler",
         {},
     ),
-    "AuraFlow": (
-        "AuraFlowTransformer2DModel",
-        dict(sample_size=16, num_mmdit_layers=2, num_single_dit_layers=6, joint_attention_dim=WIDTH)
-        | dict(caption_projection_dim=16, pos_embed_max_size=256, **HEADS),
-        _FLOW,
-        {"shift": 1.73},
-    ),
-    "Lumina2": (
-        "Lumina2Transformer2DModel",
-        dict(sample_size=16, in_channels=4, hidden_size=16, num_layers=8, num_refiner_layers=1, num_attention_heads=2)
-        | dict(num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2), axes_lens=(64, 64, 64), cap_feat_dim=WIDTH),
-        _FLOW,
-        {"shift": 6.0},
-    ),
     "ZImage": (
         "ZImageTransformer2DModel",
         dict(in_channels=4, dim=16, n_layers=8, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=WIDTH)
         | dict(axes_dims=[4, 2, 2], axes_lens=[256, 64, 64]),
         _FLOW,
         {"shift": 3.0},
-    ),
-    "QwenImage": (
-        "QwenImageTransformer2DModel",
-        dict(
-            in_channels=16, out_channels=4, num_layers=8, joint_attention_dim=WIDTH, axes_dims_rope=(4, 2, 2), **HEADS
-        ),
-        _FLOW,
-        {"shift": 3.0},
-    ),
-    "HunyuanVideo": (
-        "HunyuanVideoTransformer3DModel",
-        dict(in_channels=4, out_channels=4, num_layers=3, num_single_layers=6, num_refiner_layers=1)
-        | dict(text_embed_dim=WIDTH, pooled_projection_dim=WIDTH, rope_axes_dim=(2, 2, 4), **HEADS),
-        _FLOW,
-        {"shift": 7.0},
-    ),
-    "LTX": (
-        "LTXVideoTransformer3DModel",
-        dict(in_channels=8, out_channels=8, num_layers=8, cross_attention_dim=16, caption_channels=WIDTH, **HEADS),
-        _FLOW,
-        {},
     ),
 }
 """Beginning of a pipeline's name → its transformer's class and layout, its scheduler, and that one's settings."""
@@ -143,15 +108,13 @@ def sample(pipe, height=64, width=96, steps=6, batch=1, texts=(5, 5), dtype=torc
     made = {}
     for prefix, tokens in zip(("", "negative_"), texts, strict=True):
         made[f"{prefix}prompt_embeds"] = torch.randn(batch, tokens, WIDTH, generator=random).to(dtype)
-        if kind.startswith(("StableDiffusion3", "Flux", "HunyuanVideo")):
+        if kind.startswith(("StableDiffusion3", "Flux")):
             made[f"{prefix}pooled_prompt_embeds"] = torch.randn(batch, WIDTH, generator=random).to(dtype)
-        if kind.startswith(("PixArt", "AuraFlow", "Lumina2", "HunyuanVideo", "LTX")):
+        if kind.startswith("PixArt"):
             made[f"{prefix}prompt_attention_mask"] = torch.ones(batch, tokens, dtype=torch.long)
-        if kind.startswith("QwenImage"):
-            made[f"{prefix}prompt_embeds_mask"] = torch.ones(batch, tokens, dtype=torch.long)
         if kind.startswith("ZImage"):
             made[f"{prefix}prompt_embeds"] = list(made[f"{prefix}prompt_embeds"])
-    if kind.startswith(("Wan", "HunyuanVideo", "LTX")):
+    if kind.startswith("Wan"):
         arguments = {"num_frames": 5, **arguments}
     if kind.startswith("PixArt"):
         arguments = {"use_resolution_binning": False, "negative_prompt": None, **arguments}

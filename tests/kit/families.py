@@ -5,7 +5,6 @@ Imported by tests that have put a ComfyUI tree on the path; `kit.zoo` has more c
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import comfy.supported_models
 import torch
 
 from kit.tiny_models import FLUX_FAMILY, QWEN_IMAGE, SD3, UNET_FAMILY, WAN, Family, randomize, sample_latent
-from kit.zoo import CHROMA, COSMOS, FLUX, FLUX2, HIDREAM, HUNYUAN_VIDEO, LTXV, LUMINA, ZOO, Noise
+from kit.zoo import CHROMA, COSMOS, FLUX, FLUX2, HIDREAM, HUNYUAN_VIDEO, LTXV, LUMINA, Noise
 
 
 @dataclass(frozen=True)
@@ -74,22 +73,6 @@ CONTROLLED = TinyDiT(
     Family("Flux", "FluxSchnell", {**FLUX_FAMILY.config, "depth": 3, "depth_single_blocks": 4}, 64, 32), 7, IMAGE
 )
 """The Flux that bench's ControlNet is for."""
-
-
-def lengthened(name: str) -> torch.nn.Module:
-    """A model of the zoo with three blocks at least where it has its blocks in one list."""
-    model = ZOO[name].build()
-    for path in ("blocks", "layers", "transformer_blocks", "transformer.layers"):
-        parent, _, list_name = path.rpartition(".")
-        holder = getattr(model, parent, None) if parent else model
-        blocks = getattr(holder, list_name, None)
-        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == 2:
-            copies = [copy.deepcopy(blocks[1]) for _ in range(5)]
-            setattr(holder, list_name, torch.nn.ModuleList([blocks[0], *copies, blocks[1]]))
-        elif isinstance(blocks, torch.nn.ModuleDict) and len(blocks) == 2:
-            for index in range(2, 7):
-                blocks[f"block{index}"] = copy.deepcopy(blocks["block1"])
-    return model
 
 
 Shapes = tuple[tuple[int, ...], ...]

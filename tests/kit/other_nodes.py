@@ -18,7 +18,6 @@ from comfy.patcher_extension import PatcherInjection
 
 import nodes
 from kit import tiny_models
-from kit.deep_cache import by_uuid, reference
 from kit.tiny_models import lora as lora_file
 
 # Nodes of core
@@ -51,13 +50,11 @@ def core(name: str, *inputs):
     return on
 
 
-free_u = core("nodes_freelunch.FreeU_V2", 1.3, 1.4, 0.9, 0.2)
-hyper_tile = core("nodes_hypertile.HyperTile", 64, 3, 1, False)
-token_merging = core("nodes_tomesd.TomePatchModel", 0.4)
 perturbed_attention = core("nodes_pag.PerturbedAttentionGuidance", 3.0)
 self_attention = core("nodes_sag.SelfAttentionGuidance", 0.5, 2.0)
 perpendicular = core("nodes_perpneg.PerpNeg", tiny_models.conditioning(seed=6), 0.8)
 easy_cache = core("nodes_easycache.EasyCacheNode", 0.2, 0.1, 0.95, False)
+rescaled = core("nodes_model_advanced.RescaleCFG", 0.7)
 lazy_cache = core("nodes_easycache.LazyCacheNode", 0.2, 0.1, 0.95, False)
 
 
@@ -94,59 +91,6 @@ def image_prompt(model, start=float("inf"), seen=None, blocks=BLOCKS):
     return model
 
 
-def more_context(model):
-    """Tokens added to the prompt's in every cross-attention."""
-
-    def patch(q, k, v, options):
-        extra = noise(1, 3, k.shape[-1], seed=9).expand(k.shape[0], -1, -1)
-        return q, torch.cat((k, extra), 1), torch.cat((v, extra), 1)
-
-    model = model.clone()
-    model.set_model_attn2_patch(patch)
-    return model
-
-
-def every_patch(model):
-    """A patch at every place that core has for one: each moves what it is given."""
-    model = model.clone()
-    model.set_model_attn1_patch(lambda q, k, v, options: (q * 1.1, k, v))
-    model.set_model_attn1_output_patch(lambda n, options: n * 0.9)
-    model.set_model_attn2_output_patch(lambda n, options: n * 1.2)
-    model.set_model_patch(lambda x, options: x * 0.95, "middle_patch")
-    model.set_model_emb_patch(lambda emb, channels, options: emb * 1.05)
-    model.set_model_input_block_patch(lambda h, options: h * 1.03)
-    model.set_model_input_block_patch_after_skip(lambda h, options: h * 0.97)
-    model.set_model_output_block_patch(lambda h, hsp, options: (h * 1.02, hsp * 0.9))
-    return model
-
-
-def in_place(model):
-    """Patches that change what they are given instead of making something new."""
-    model = model.clone()
-    model.set_model_input_block_patch(lambda h, options: h.mul_(1.03))
-    model.set_model_input_block_patch_after_skip(lambda h, options: h.mul_(0.97))
-    model.set_model_output_block_patch(lambda h, hsp, options: (h.mul_(1.02), hsp.mul_(0.9)))
-    return model
-
-
-def rolled_dice(model):
-    """Chance falls alike in every block; to be patched in before the patch that plays."""
-
-    def patch(q, k, v, options):
-        torch.manual_seed(0)
-        return q, k, v
-
-    model = model.clone()
-    model.set_model_attn1_patch(patch)
-    return model
-
-
-def deep_shrink(model, after_skip, end, method="bilinear"):
-    from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
-
-    return PatchModelAddDownscale.execute(model, 3, 2.0, 0.0, end, after_skip, method, method).args[0]
-
-
 # Guidance
 
 
@@ -169,21 +113,12 @@ def tiled(model):
     return model
 
 
-def reference_with_held_attention(model, interval):
-    """Self-attention guidance blurs where the middle block attends, which a skipped step does not ask anew."""
-    model = reference(model, interval)
-    slow = model.get_attachment("slow")
-    record = model.model_options["transformer_options"]["patches_replace"]["attn1"][("middle", 0, 0)]
-    model.set_model_attn1_replace(lambda q, k, v, o: v if slow.skipping else record(q, k, v, o), "middle", 0, 0)
-    return model
-
-
 def guided(make):
     """`tiny_models.sample` with the guider that `make` gives from a model."""
 
-    def sample(model, steps, **size):
+    def sample(model, width, height, steps):
         guider = make(model)
-        latent = torch.zeros(1, 4, size["height"] // 8, size["width"] // 8)
+        latent = torch.zeros(1, 4, height // 8, width // 8)
         sampling = model.get_model_object("model_sampling")
         sigmas = comfy.samplers.calculate_sigmas(sampling, "normal", steps)
         noise = comfy.sample.prepare_noise(latent, 0)
@@ -233,12 +168,6 @@ def controlled(*controls, ends=(1.0, 1.0), both=True, seed=1):
 # Layouts
 
 LINEAR = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16, "num_classes": "sequential"}
-XL = {
-    "transformer_depth": [0, 1, 2],
-    "transformer_depth_output": [0, 0, 1, 1, 2, 2],
-    "transformer_depth_middle": 2,
-    **LINEAR,
-}
 VIDEO = {
     "in_channels": 8,
     "channel_mult": [1, 2],
@@ -259,38 +188,6 @@ VIDEO = {
     "model_channels": 64,
 }
 """Wider, since core's class sets 64 channels a head."""
-
-
-def patcher(family: str, **changes):
-    """A ModelPatcher over one of core's model classes with a small UNet."""
-    config = getattr(comfy.supported_models, family)(tiny_models.unet_config(dtype=torch.float32, **changes))
-    device = torch.device("cpu")
-    model = config.get_model({}, device=device)
-    tiny_models.randomize(model.diffusion_model)
-    return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
-
-
-def prompts(width: int, tokens: int, **extra):
-    """Two prompts with all that the families take besides tokens."""
-    vector = torch.randn(2, 1, 1280, generator=torch.Generator().manual_seed(7))
-    make = tiny_models.conditioning
-    return {
-        "positive": make(tokens, 1, width, pooled_output=vector[0], width=720, height=960, **extra),
-        "negative": make(tokens, 2, width, pooled_output=vector[1], width=512, height=512, prompt_type="negative"),
-    }
-
-
-def sdxl():
-    return patcher("SDXL", context_dim=2048, adm_in_channels=2816, **XL), prompts(2048, 77) | {"batch": 2}
-
-
-def refiner():
-    return patcher("SDXLRefiner", context_dim=1280, adm_in_channels=2560, **XL), prompts(1280, 77)
-
-
-def svd():
-    frame = torch.randn(1, 4, 11, 9, generator=torch.Generator().manual_seed(8))
-    return patcher("SVD_img2vid", **VIDEO), prompts(1024, 1, concat_latent_image=frame) | {"batch": 3}
 
 
 # Masks, areas, times and windows
@@ -315,6 +212,12 @@ def masked_sample(model, steps, noise_mask, latent, denoise=1.0, positive=None, 
     return comfy.sample.sample(model, noise, steps, 5.0, "euler", "normal", positive, negative, latent, **settings)
 
 
+def differential_diffusion(model):
+    from comfy_extras.nodes_differential_diffusion import DifferentialDiffusion
+
+    return DifferentialDiffusion.execute(model, 0.8).args[0]
+
+
 def in_areas():
     top = tiny_models.conditioning(seed=4, area=(6, 9, 0, 0), strength=0.8)
     bottom = tiny_models.conditioning(seed=5, area=(6, 9, 5, 0), strength=1.0)
@@ -329,28 +232,11 @@ def in_masks():
     return whole + bounds + tiny_models.conditioning(seed=1)
 
 
-def by_uuid_reference(model, interval):
-    return reference(model, interval, by_uuid)
-
-
 def windowed(model, schedule):
     from comfy_extras.nodes_context_windows import ContextWindowsManualNode
 
     later = {entry.id: entry.default for entry in ContextWindowsManualNode.define_schema().inputs[8:]}  # newer cores'
     return ContextWindowsManualNode.execute(model, 3, 1, schedule, 1, False, "pyramid", 0, **later).args[0]
-
-
-def noticing(model, seen):
-    """The model, noting (step, frames) of every call."""
-    model = model.clone()
-
-    def patch(emb, channels, options):
-        steps = options["sample_sigmas"].tolist()
-        seen.append((steps.index(options["sigmas"][0].item()), tuple(options["context_window"].index_list)))
-        return emb
-
-    model.set_model_emb_patch(patch)
-    return model
 
 
 # LoRAs, hooks and injections

@@ -3,96 +3,93 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.noise_levels import angle
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.sampler_facts import SamplerFacts
 
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
 
 
-class EveryFew:
-    """A plan: full every `interval` steps, whatever the run shows; from the last full step, or `points` of them."""
+class Fixed:
+    """A plan: full every `interval` steps, or but for `steps`, whatever the run shows. The run itself has its first two
+    in full."""
 
-    def __init__(self, interval, points=1):
-        self.interval, self.points = interval, points
-        self.shown = {}
+    def __init__(self, interval, steps):
+        self.interval, self.steps = interval, steps
+        self.told = []
+        """The steps of which errors were told at each full step."""
 
     def begin(self, facts):
         self.full = None
 
     def skips(self, step):
-        return self.full is not None and 0 < step - self.full < self.interval
+        return step in self.steps if self.steps else self.full is not None and 0 < step - self.full < self.interval
 
     def note_full(self, step):
         self.full = step
 
-    def note_shown(self, step, shown):
-        self.shown[step] = shown
+    def note_errors(self, errors):
+        self.told.append(sorted(errors))
 
 
 @dataclass(frozen=True)
-class EveryFewSettings(DeepCacheSettings):
+class FixedSettings(DeepCacheSettings):
     """Settings with that plan."""
 
     interval: int = 3
-    points: int = 1
+    steps: tuple[int, ...] = ()
 
     @property
     def is_off(self):
         return self.interval == 1 or super().is_off
 
     def plan(self):
-        return EveryFew(self.interval, self.points)
+        return Fixed(self.interval, self.steps)
 
 
-def every(interval=3, *, points=1, **settings):
-    """As in DeepCache's paper: full every `interval` steps, the feature held in between."""
-    return EveryFewSettings(interval=interval, points=points, **settings)
+def every(interval=3, **settings):
+    """Full every `interval` steps; 1: off."""
+    return FixedSettings(interval=interval, **settings)
 
 
-def run_of(settings=None, levels=SCHEDULE, find=lambda model: model, window=(math.inf, 0.0), adds_noise=False, **more):
-    """A run on these noise levels. find: from a model to its split; a split may stand for its own model."""
-    is_flow = more.pop("is_flow", False)
-    return DeepCacheRun(settings or every(), SamplerFacts(tuple(levels), is_flow, adds_noise), find, window, **more)
+def skipping(*steps):
+    """Full but for these steps."""
+    return FixedSettings(steps=steps)
 
 
-def features_of(split, settings=None, **run):
-    """The features of one split, in a run of its own."""
-    return run_of(settings, find=lambda model: split, **run).of(split)
+def letters(steps, interval=3):
+    """What a run of so many steps with `every(interval)` takes."""
+    return ("F" + ("F" + "S" * (interval - 1)) * steps)[:steps]
 
 
-class Sampler:
-    """Drives a run with a 'model' whose fresh feature is the sigma that it is computed at."""
+def run_of(settings=None, levels=SCHEDULE, window=(math.inf, 0.0), adds_noise=False, is_flow=False, **more):
+    """A run on these noise levels, of a sampler whose response is not known."""
+    return DeepCacheRun(settings or every(), SamplerFacts(tuple(levels), is_flow, adds_noise), window, **more)
 
-    def __init__(self, levels=SCHEDULE, settings=None, **run):
-        self.run = run_of(settings, levels, **run)
-        self.features = self.run.of(torch.nn.Identity())
-        self.skipped = []
 
-    def evaluate(self, sigma, *calls):
-        """The features, one list a call, that the shallow part gets; a call is a string of uuids."""
-        self.run.begin(sigma)
-        return [self.call(sigma, uuids) for uuids in calls]
+def euler(run, predict, latent, levels=SCHEDULE, scale=lambda step: None):
+    """The steps that called the model `predict`, from a latent and a noise level, and the final latent."""
+    calls = []
+    for step, (level, end) in enumerate(zip(levels, levels[1:], strict=False)):
+        run.begin(level, scale(step))
+        given = run.forecast(latent)
+        if given is None:
+            calls.append(step)
+            given = run.end(latent, predict(latent, level))
+        latent = given + (latent - given) * (end / level)
+    return calls, latent
 
-    def call(self, sigma, uuids, batch=2, size=8, window=None, conds=None):
-        x = torch.zeros(batch * len(uuids), 4, size, size)
-        keys = self.features.branches(x, list(uuids), conds or list(range(len(uuids))), window)
-        if keys is None:
-            return None
-        fresh = torch.full((batch * len(uuids), 3, size, size), float(sigma))
-        skip = self.features.can_skip(keys)
-        feature = self.features.gather(keys) if skip else self.features.exchange(keys, fresh)
-        self.run.count(skip)
-        self.skipped.append(skip)
-        return [chunk.mean().item() for chunk in feature.chunk(len(uuids))]
 
-    def full_sigmas(self, *sigmas, uuids="a"):
-        """Which of these evaluations are computed in full."""
-        before = len(self.skipped)
-        for sigma in sigmas:
-            self.evaluate(sigma, uuids)
-        return [sigma for sigma, skipped in zip(sigmas, self.skipped[before:], strict=True) if not skipped]
+def bent(how):
+    """Predictions [B, 4] that do not move with the latent, on a line over the noise level's angle where `how` is 0."""
+
+    def predict(latent, level):
+        made = latent.new_zeros(latent.shape)
+        made[:, 1], made[:, 3] = 1.0, how * math.sin(9 * angle(level))
+        return made
+
+    return predict
 
 
 def corrections_told(monkeypatch, host) -> list[bool]:

@@ -29,8 +29,8 @@ MAY_IMPORT = {
     "store": ("core", "signature", "modules", "fingerprint", "compile", "cache"),
     "beside": ("core", "signature", "kernels", "compile"),
     "dispatch": ("core", "signature", "modules", "fingerprint", "compile", "cache", "beside"),
-    "step_cache": ("core", "signature", "modules"),
-    "cuda_graphs": ("core", "signature", "modules", "fingerprint", "compile", "cache", "dispatch", "step_cache"),
+    "step_cache": ("core",),
+    "cuda_graphs": ("core", "signature", "modules", "fingerprint", "compile", "cache", "dispatch"),
     "report": ("core", "compile", "cache", "step_cache"),
     "sizing": ("core",),
 }

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from comfy_accel.accel.step_cache import correction, sampler_facts
+from comfy_accel.accel.step_cache import run as running
+from comfy_accel.accel.step_cache.forecast import forecast
 from comfy_accel.accel.step_cache.noise_levels import angle
-from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.sampler_facts import measured
-from kit.sampling import SCHEDULE, heun, sampler
-from kit.step_cache import EveryFew, EveryFewSettings
+from kit.sampling import SCHEDULE, ancestral, heun, sampler
+from kit.step_cache import every, skipping
 
 
 def response_of(schedule, sample):
@@ -29,132 +30,93 @@ def test_response_says_how_predictions_reach_the_final_latent():
 @pytest.mark.parametrize(
     "schedule, sample",
     [
-        (SCHEDULE, heun),
         (SCHEDULE, lambda predict, noise, latent: sampler(0)(lambda *given: predict(*given) ** 2, noise, latent)),
         (SCHEDULE, lambda predict, noise, latent: sampler(0)(predict, noise, latent) + 1.0),
         (SCHEDULE, sampler(sampler_facts.MEMORY + 2)),
         (SCHEDULE[::-1], sampler(0)),
     ],
-    ids=["evaluates beside its way", "is not linear", "adds of its own", "remembers too much", "makes noise"],
+    ids=["is not linear", "adds of its own", "remembers too much", "makes noise"],
 )
 def test_no_response_of_a_sampler_that(schedule, sample):
     assert response_of(schedule, sample) is None
 
 
-class Steps(EveryFew):
-    """Skips these steps."""
-
-    def __init__(self, skipped):
-        super().__init__(0, points=2)
-        self.skips = lambda step: step in skipped
-
-
-class StepsSettings(EveryFewSettings):
-    def __init__(self, skipped):
-        super().__init__()
-        object.__setattr__(self, "plan", lambda: Steps(skipped))
+@pytest.fixture(autouse=True)
+def exactly(monkeypatch):
+    """All is corrected, of predictions that do not move with the latent; what is foretold is wrong."""
+    monkeypatch.setattr(correction, "FOLLOW_RATIO", 0.0)
+    monkeypatch.setattr(running, "forecast", lambda *given: forecast(*given) + 0.3)
 
 
-def run(sample, skipped, correct, changes=(), scale=lambda step: None, follows=1.0):
-    """The final latent where predictions lie on a line over the noise level's angle, and are wrong in skipped steps."""
-    facts, step = measured(SCHEDULE, False, sample), -1
-    follow = (follows,) * len(SCHEDULE) if correct else None
-    made = DeepCacheRun(StepsSettings(skipped), facts, lambda model: None, (math.inf, 0.0), follow, changes)
+def made(sample, settings, corrects=True, schedule=SCHEDULE, changes=(), scale=lambda step: None):
+    """The final latent where predictions lie on a line over the noise level's angle, and by how much each was
+    corrected."""
+    run = running.DeepCacheRun(settings, measured(schedule, False, sample), (math.inf, 0.0), changes)
+    off, step = [], -1
+    if not corrects:
+        run.stop_correcting()
 
     def predict(latent, level):
         nonlocal step
         step += 1
-        made.begin(level)
-        prediction = torch.full_like(latent, 2.0 + angle(level)) + (0.1 * (step + 1) if step in skipped else 0.0)
-        made.count(step in skipped)
-        return made.end(latent, level, prediction, scale(step))
+        run.begin(level, scale(step))
+        given = run.forecast(latent)
+        if given is None:
+            prediction = torch.full_like(latent, 2.0 + angle(level))
+            given = run.end(latent, prediction)
+            off.append((given - prediction).abs().max().item())
+        return given
 
-    return sample(predict, torch.zeros_like, torch.full((2, 4, 3, 5), SCHEDULE[0]))
-
-
-@pytest.fixture
-def exactly(monkeypatch):
-    """All is corrected, of predictions that do not follow the latent."""
-    monkeypatch.setattr(correction, "FOLLOW_RATIO", 0.0)
+    return sample(predict, torch.ones_like, torch.full((2, 4, 3, 5), schedule[0])), off
 
 
-@pytest.mark.parametrize("memory", [0, 1, 3])
-@pytest.mark.parametrize("skipped", [{3}, {2, 3, 4, 5, 6, 7}, {1, 2, 4, 6, 7}])
-def test_latent_is_as_if_nothing_had_been_skipped(exactly, memory, skipped):
-    plain, wrong, right = (run(sampler(memory), *how) for how in ((set(), False), (skipped, False), (skipped, True)))
+@pytest.mark.parametrize("sample", [sampler(0), sampler(1), sampler(3), heun, ancestral])
+@pytest.mark.parametrize("skipped", [{3}, {2, 3, 4, 5, 6, 7}, {2, 4, 6, 7}])
+def test_latent_is_as_if_nothing_had_been_skipped(sample, skipped):
+    plain, _ = made(sample, every(1))
+    (right, _), (wrong, _) = (made(sample, skipping(*skipped), corrects) for corrects in (True, False))
     assert torch.allclose(right, plain, rtol=1e-4)
-    assert not torch.allclose(wrong, plain, rtol=1e-3)
+    assert (wrong - plain).abs().max() > 10 * (right - plain).abs().max()
 
 
-def test_step_that_hardly_uses_its_prediction_leaves_it_to_the_next(monkeypatch):
+def test_full_steps_alone_are_the_model_s_to_the_bit():
+    assert not any(made(sampler(1), every(1))[1])
+
+
+def test_step_that_hardly_uses_its_prediction_leaves_it_to_the_next():
     """One of 300 times what the latent lacks would be far from any prediction."""
-    monkeypatch.setattr(correction, "FOLLOW_RATIO", 0.0)
     near = 4.0 * (1 - 1 / 300)
-    levels, given = (14.6, 9.0, 6.0, 4.0, near, 2.0, 1.0, 0.0), []
-    facts = measured(levels, False, sampler(0, levels))
-    made = DeepCacheRun(StepsSettings({2}), facts, lambda model: None, (math.inf, 0.0), (1.0,) * len(levels))
-
-    def predict(latent, level):
-        made.begin(level)
-        prediction = torch.full_like(latent, 2.0 + angle(level) + (0.3 if level == 6.0 else 0.0))
-        made.count(level == 6.0)
-        given.append(made.end(latent, level, prediction, None) - prediction)
-        return given[-1] + prediction
-
-    sampler(0, levels)(predict, torch.zeros_like, torch.full((1, 1, 2, 2), 14.6))
-    assert [bool(off.any()) for off in given] == [False, False, True, False, True, False, False]
-
-
-def test_predictions_are_taken_to_follow_the_latent_half_way():
-    latent, moved = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    full = correction.FullEvaluations()
-    for index, place in enumerate((1.2, 1.1)):
-        full.add(correction.Evaluation(index, place, 2.0, latent, torch.zeros_like(latent)))
-    error = full.error_of(correction.Evaluation(2, 1.0, 2.0, latent + moved, moved / 2))
-    assert error.item() < 1e-6
-
-
-def test_full_steps_alone_stay_bit_identical():
-    assert torch.equal(run(sampler(1), set(), True), run(sampler(1), set(), False))
+    levels = (14.6, 9.0, 6.0, 4.0, near, 2.0, 1.0, 0.0)
+    _, off = made(sampler(0, levels), skipping(2), schedule=levels)
+    assert [one > 0 for one in off] == [False, False, False, True, False, False]
 
 
 @pytest.mark.parametrize(
-    "how", [{"changes": [angle(1.5)]}, {"scale": lambda step: 7.0 if step > 4 else 3.0}], ids=["prompt", "guidance"]
+    "how", [{"changes": [angle(2.0)]}, {"scale": lambda step: 7.0 if step > 4 else 3.0}], ids=["prompt", "guidance"]
 )
-def test_nothing_is_interpolated_where_another_thing_is_asked_from_then_on(monkeypatch, how):
-    """What is asked changes between the full steps 3 and 6."""
-    monkeypatch.setattr(correction, "FOLLOW_RATIO", 1.0)  # then extrapolated predictions stay as they are
-    wrong = run(sampler(0), {4, 5}, False)
-    assert torch.allclose(run(sampler(0), {4, 5}, True, **how), wrong, rtol=1e-6)
-    assert not torch.allclose(run(sampler(0), {4, 5}, True), wrong, rtol=1e-3)
+def test_nothing_is_interpolated_where_another_thing_is_asked_from_then_on(how):
+    _, off = made(sampler(0), skipping(3, 4), **how)
+    assert not any(off)
+    assert any(made(sampler(0), skipping(3, 4))[1])
 
 
-def test_predictions_that_do_not_follow_the_latent_are_brought_to():
-    """As where a model predicts the image itself: what it returns does not move with the latent."""
-    outs = [run(sampler(0), {4, 5}, True, follows=follows) for follows in (0.0, 0.5, 1.0)]
-    assert not torch.allclose(outs[0], outs[1], rtol=1e-4) and not torch.allclose(outs[1], outs[2], rtol=1e-4)
-
-
-def evaluated(evaluations):
-    """What a run gives for each (level, is_skipped, size)."""
-    skipped = {index for index, (_, is_skipped, _) in enumerate(evaluations) if is_skipped}
-    facts = measured(SCHEDULE, False, sampler(0))
-    run = DeepCacheRun(StepsSettings(skipped), facts, lambda model: None, (math.inf, 0.0), (1.0,) * len(SCHEDULE))
-    got = []
-    for level, is_skipped, size in evaluations:
+def evaluated(*evaluations):
+    """What a run that skips step 2 gives for each (level, size)."""
+    run, got = running.DeepCacheRun(skipping(2), measured(SCHEDULE, False, sampler(0)), (math.inf, 0.0)), []
+    for level, size in evaluations:
         run.begin(level)
-        run.count(is_skipped)
-        prediction = torch.full((1, 4, size, size), level)
-        got.append(run.end(2 * prediction, level, prediction))
+        latent = torch.full((1, 4, size, size), 2 * level)
+        given = run.forecast(latent)
+        got.append(run.end(latent, latent / 2) if given is None else given)
     return got
 
 
 def test_predictions_stay_as_they_are_once_the_run_leaves_the_response():
-    got = evaluated([(14.6, False, 2), (9.0, True, 2), (5.0, False, 2), (4.0, False, 2)])
-    assert torch.equal(got[2], torch.full_like(got[2], 5.0)), "of another level"
-    assert torch.equal(got[3], torch.full_like(got[3], 4.0)), "and for good"
+    got = evaluated((14.6, 2), (9.0, 2), (6.0, 2), (3.0, 2), (2.7, 2))
+    assert torch.equal(got[3], torch.full_like(got[3], 3.0)), "of another level"
+    assert torch.equal(got[4], torch.full_like(got[4], 2.7)), "and for good"
 
 
-def test_another_size_ends_it():
-    got = evaluated([(14.6, False, 4), (9.0, True, 4), (6.0, False, 2), (4.0, False, 4)])
-    assert torch.equal(got[3], torch.full_like(got[3], 4.0))
+def test_nothing_is_interpolated_between_sizes():
+    got = evaluated((14.6, 4), (9.0, 4), (6.0, 4), (4.0, 2), (2.7, 4))
+    assert got[4].isfinite().all()

@@ -1,11 +1,19 @@
-"""DeepCache without a host: which step is full, and which CFG branch gets which feature."""
+"""One run of DeepCache without a host: which evaluations call the model, and what stands for it in the others."""
+
+import gc
+import math
+import weakref
 
 import pytest
 import torch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from kit.step_cache import SCHEDULE, Sampler, every, features_of
+from comfy_accel.accel.step_cache.forecast import forecast
+from comfy_accel.accel.step_cache.noise_levels import angle
+from comfy_accel.accel.step_cache.sampler_facts import measured
+from kit import sampling
+from kit.step_cache import SCHEDULE, bent, euler, every, letters, run_of
 
-# Settings
+LEVELS = tuple(math.tan(1.5 * (1 - step / 20)) for step in range(21))
 
 
 @pytest.mark.parametrize(
@@ -28,141 +36,138 @@ def test_settings_out_of_range_are_refused_with_the_range(settings, said):
     assert str(error.value) == f"DeepCache: {said}"
 
 
-# CFG branches
+def sampled(run, bend=0.0, levels=SCHEDULE, **how):
+    """The steps that called the model, and the final latent."""
+    return euler(run, bent(bend), torch.full((1, 4), levels[0]), levels, **how)
 
 
-def test_steps_between_reuse_the_last_full_step():
-    sampler = Sampler()
-    got = [sampler.evaluate(sigma, "ab")[0] for sigma in SCHEDULE[:-1]]
-    first, second = pytest.approx([14.6] * 2), pytest.approx([2.0] * 2)
-    assert got == [first, first, first, second, second, second]
-    assert (sampler.run.full_steps, sampler.run.skipped_steps) == (2, 4)
+def evaluated(run, *levels, size=4):
+    """Whether each of these evaluations called the model."""
+    called = []
+    for level in levels:
+        run.begin(level)
+        latent = torch.full((1, size), level)
+        called.append(run.forecast(latent) is None)
+        if called[-1]:
+            run.end(latent, latent / 2)
+    return called
 
 
-@pytest.mark.parametrize("splits", [(False, True), (True, False)])
-def test_joined_and_split_calls_share_their_branches(splits):
-    sampler = Sampler()
-    seen = []
-    for sigma, split in zip(SCHEDULE, splits, strict=False):
-        sampler.run.begin(sigma)
-        if split:
-            seen.append([sampler.call(sigma, "b", conds=[1])[0], sampler.call(sigma, "a", conds=[0])[0]][::-1])
-        else:
-            seen.append(sampler.call(sigma, "ab"))
-    assert seen[1] == pytest.approx([14.6, 14.6])
-    assert sampler.run.skipped_steps == 1
+# What is skipped, and what the sampler is given
 
 
-def test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not():
-    sampler = Sampler()
-    sampler.evaluate(14.6, "a")
-    assert sampler.evaluate(8.0, "ab") == [pytest.approx([14.6, 8.0])]
-    assert sampler.evaluate(4.0, "ab") == [pytest.approx([14.6, 8.0])]
+@pytest.mark.parametrize("interval", [2, 3, 5])
+def test_skipped_steps_call_no_model_and_the_first_two_are_full(interval):
+    run = run_of(every(interval))
+    calls, _ = sampled(run)
+    assert run.letters == letters(6, interval) and calls == [i for i, one in enumerate(run.letters) if one == "F"]
+    assert run.skipped_steps == 6 - len(calls) and run.skipped_work == run.skipped_steps / 6
+    assert len(run.began) == 6 and sorted(run.began) == list(run.began)
 
 
-def test_feature_of_an_earlier_cycle_is_never_used():
-    sampler = Sampler()
-    sampler.evaluate(14.6, "a")
-    assert sampler.evaluate(1.0, "a") == [[1.0]]  # step 4, and the full step 3 was never evaluated
-    assert sampler.evaluate(8.0, "a") == [[8.0]]  # back up, as restarting samplers do
+def test_sampler_is_given_the_line_through_the_last_two_full_steps():
+    run, points = run_of(), []
+    for step, level in enumerate(SCHEDULE[:4]):
+        run.begin(level)
+        latent = torch.tensor([[level, 2.0, 0.0, 1.0]])
+        points = list(run._known)
+        given = run.forecast(latent)
+        if given is None:
+            run.end(latent, latent * 0.5 + step)
+    assert torch.equal(given, forecast(points, angle(2.0), 2.0, latent)) and len(points) == 2
 
 
-def test_second_call_of_one_evaluation_is_a_branch_of_its_own():
-    sampler = Sampler()
-    sampler.run.begin(14.6)
-    assert sampler.call(1.0, "a") == [1.0]
-    assert sampler.call(2.0, "a") == [2.0]
-    sampler.run.begin(8.0)
-    assert sampler.call(0.0, "a") == [1.0]
-    assert sampler.call(0.0, "a") == [2.0]
+@pytest.mark.parametrize("adds_noise", [True, False])
+def test_forecast_follows_a_latent_that_is_moved_but_not_by_noise_of_the_sampler(adds_noise):
+    run = run_of(adds_noise=adds_noise)
+    for level in SCHEDULE[:3]:
+        run.begin(level)
+        latent = torch.full((1, 4), level)
+        given = run.forecast(latent + 5.0)
+        if given is None:
+            run.end(latent, torch.full((1, 4), angle(level)))
+    assert torch.allclose(given, torch.tensor(angle(4.0))) == adds_noise
 
 
-@pytest.mark.parametrize("other", [{"size": 6}, {"batch": 1}, {"window": (0, 1)}, {"conds": [1]}])
-def test_another_shape_window_or_condition_is_another_stream(other):
-    sampler = Sampler()
-    sampler.evaluate(14.6, "a")
-    sampler.run.begin(8.0)
-    assert sampler.call(8.0, "a", **other) == [8.0]
+def test_bent_predictions_are_skipped_less_than_straight_ones():
+    each = []
+    for bend in (0.0, 30.0):
+        run = run_of(DeepCacheSettings(), LEVELS)
+        sampled(run, bend, LEVELS)
+        each.append(run.letters.count("S"))
+    assert each[0] > 5 and each[1] <= each[0] / 2
 
 
-def test_features_are_copies_both_ways():
-    sampler = Sampler()
-    sampler.run.begin(14.6)
-    features, feature = sampler.features, torch.ones(1, 3, 8, 8)
-    keys = features.branches(torch.zeros(1, 4, 8, 8), ["a"], [0], None)
-    features.exchange(keys, feature)
-    feature.zero_()
-    features.gather(keys).zero_()
-    assert features.gather(keys).mean() == 1
+def test_runs_alike_are_alike_to_the_bit():
+    (one, first), (other, second) = (sampled(run_of(DeepCacheSettings(), LEVELS), 0.1, LEVELS) for _ in range(2))
+    assert one == other and torch.equal(first, second)
 
 
-def test_call_without_evaluation_schedule_or_uuids_is_plain():
-    x = torch.zeros(2, 4, 8, 8)
-    for levels, begins in ((SCHEDULE, False), ((), True), ((1.0,), True)):
-        features = features_of(torch.nn.Identity(), levels=levels)
-        if begins:
-            features.run.begin(1.0)
-        assert features.branches(x, ["a"], [0], None) is None
-    features = features_of(torch.nn.Identity())
-    features.run.begin(1.0)
-    assert features.branches(x, ["a"], [0], None) is not None
-    assert features.branches(x, None, [0], None) is None
-    assert features.branches(x, ["a"], [], None) is None
-    assert features.branches(x[:1], ["a", "b"], [0, 1], None) is None
-    features.run.run_in_full("a test says so")
-    assert features.branches(x, ["a"], [0], None) is None
+def test_plan_is_told_of_skipped_steps_and_behind_two_full_ones_of_what_skipping_would_have_cost():
+    run = run_of()
+    sampled(run, levels=SCHEDULE)
+    assert run.letters == "FFSSFS" and run.plan.told == [[2, 3]]
+    run = run_of(every(1))
+    evaluated(run, *SCHEDULE[:-1])
+    assert run.plan.told == [[step] for step in range(2, 6)]
 
 
-def test_second_evaluation_of_a_step_counts_no_step():
-    sampler = Sampler()
-    for sigma in (14.6, 8.0, 8.0, 4.0, 4.0, 2.0, 2.0):
-        sampler.evaluate(sigma, "a", "b")
-    assert (sampler.run.full_steps, sampler.run.skipped_steps) == (2, 2)
+# What forgets
 
 
-def test_closed_run_holds_nothing():
-    sampler = Sampler()
-    sampler.evaluate(14.6, "ab")
-    assert sampler.features.bytes
-    sampler.run.close()
-    assert not sampler.features.bytes and not sampler.run._models
-    assert sampler.call(1.0, "a") is None
+def test_second_evaluation_of_a_step_shares_its_decision_and_counts_no_step():
+    run = run_of()
+    called = evaluated(run, 14.6, 8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 1.0)
+    assert called == [True, True, True, False, False, False, False, True]
+    assert run.letters == "FFSSF" and run.skipped_work == 0.5
 
 
-def test_going_back_up_recomputes_though_the_interval_is_long():
-    sampler = Sampler(settings=every(5))
-    assert sampler.full_sigmas(14.6, 8.0, 4.0, 2.0, 1.0, 0.5) == [14.6, 0.5]
-    # 8.0 is four steps before the last full one: nothing of the future is used, and counting begins anew.
-    assert sampler.evaluate(8.0, "a") == [[8.0]]
-    assert sampler.evaluate(4.0, "a") == [[8.0]]
+def test_looking_ahead_and_coming_back_keeps_each_step_s_decision():
+    run = run_of()
+    assert evaluated(run, 14.6, 8.0, 4.0, 8.0, 2.0, 4.0) == [True, True, False, True, False, False]
+    assert run.letters == "FFSS"
 
 
-def test_branch_keeps_its_feature_only_where_it_fits():
-    features = features_of(torch.nn.Identity())
-    x = torch.zeros(2, 4, 8, 8)
-    for sigma, uuids, size in ((14.6, "ab", 4), (8.0, "ac", 6), (4.0, "ac", 6)):
-        features.run.begin(sigma)
-        keys = features.branches(x, list(uuids), [0, 1], None)
-        if sigma == 4.0:
-            assert features.can_skip(keys)
-        else:
-            fresh = torch.full((2, 3, size, size), sigma)
-            assert torch.equal(features.exchange(keys, fresh), fresh)
-    assert (features.gather(keys) == 8.0).all()
+def test_sampler_that_restarts_begins_with_full_steps():
+    run = run_of(every(9))
+    assert evaluated(run, *SCHEDULE[:6]) == [True, True] + [False] * 4
+    assert evaluated(run, 14.6, 8.0, 4.0) == [True, True, False]
 
 
-def test_branches_are_told_apart_by_their_variant():
-    sampler = Sampler()
-    sampler.run.begin(14.6)
-    sampler.call(14.6, "a", window="plain")
-    sampler.run.begin(8.0)
-    assert sampler.call(8.0, "a", window="without block 3") == [8.0]
-    assert sampler.call(8.0, "a", window="plain") == pytest.approx([14.6])
+@pytest.mark.parametrize(
+    "more, how",
+    [({"changes": [angle(3.0)]}, {}), ({}, {"scale": lambda step: 4.0 if step > 2 else 7.0})],
+    ids=["prompt", "guidance"],
+)
+def test_nothing_is_foretold_from_before_another_thing_was_asked(more, how):
+    assert sampled(run_of(every(9)))[0] == [0, 1]
+    calls, _ = sampled(run_of(every(9), **more), **how)
+    assert calls == [0, 1, 3, 4]
+
+
+def test_nothing_is_foretold_for_another_size():
+    run = run_of(every(9))
+    assert evaluated(run, 14.6, 8.0, 4.0) == [True, True, False]
+    assert evaluated(run, 2.0, 1.0, size=6) == [True, True] and run.why_full is None
+
+
+def test_closed_run_keeps_no_tensor():
+    run = run_of(every(9))
+    evaluated(run, 14.6, 8.0, 4.0)
+    kept = [weakref.ref(one.latent) for one in (*run._known, *run._skipped.values())]
+    assert len(kept) == 3
+    run.close()
+    gc.collect()
+    assert not any(latent() is not None for latent in kept)
+
+
+# What keeps steps full
 
 
 def test_steps_outside_the_window_are_full():
-    sampler = Sampler(window=(4.0, 1.0))
-    assert sampler.full_sigmas(*SCHEDULE[:-1]) == [14.6, 8.0, 1.0, 0.5]
+    run = run_of(every(9), window=(4.0, 1.0))
+    sampled(run)
+    assert run.letters == "FFSSSF"
 
 
 @pytest.mark.parametrize(
@@ -173,37 +178,87 @@ def test_steps_outside_the_window_are_full():
         ({"why_full": "a test says so"}, "a test says so"),
     ],
 )
-def test_runs_that_may_skip_nothing_store_nothing_and_say_why(run, why):
-    sampler = Sampler(**run)
-    for sigma in sampler.run.facts.levels[:-1]:
-        assert sampler.evaluate(sigma, "a") == [None]
-    assert sampler.run.why_full == why and not sampler.features.bytes
+def test_runs_that_may_skip_nothing_are_full_and_say_why(run, why, caplog):
+    run = run_of(every(9), **run)
+    assert all(evaluated(run, *run.facts.levels[:-1]))
+    assert run.letters == "F" * run.facts.steps or "up and down" in why  # then steps are not told apart
+    assert run.why_full == why and caplog.text.count(f"{why}; every step runs in full") == 1
 
 
-def test_clones_on_several_devices_share_what_is_skipped_and_keep_features_of_their_own():
-    sampler, other = Sampler(), torch.nn.Identity()
-    beside = sampler.run.of(other)
-    assert beside is not sampler.features and sampler.run.of(other) is beside
-    assert sampler.run.of(torch.nn.ReLU()) is None
-    x = torch.zeros(1, 4, 8, 8)
-    for sigma in SCHEDULE[:2]:
-        sampler.run.begin(sigma)
-        for features, value in ((sampler.features, 1.0), (beside, 2.0)):
-            keys = features.branches(x, ["a"], [0], None)
-            if features.can_skip(keys):
-                assert features.gather(keys).mean() == value
-            else:
-                features.exchange(keys, torch.full((1, 3), value))
-            features.run.count(not features.run.is_full)
-    assert sampler.run.letters == "FS"
+def test_run_without_a_schedule_is_full():
+    for levels in ((), (1.0,)):
+        run = run_of(every(9), levels)
+        assert evaluated(run, 1.0, 1.0, 1.0) == [True] * 3 and run.letters == ""
 
 
-def test_another_caches_answers_end_corrections_and_comparisons(monkeypatch):
-    sampler = Sampler(settings=every(3, points=2))
+def test_off_gives_the_model_s_predictions_and_compares_nothing():
+    run = run_of(every(1), LEVELS)
+    calls, latent = sampled(run, 0.3, LEVELS)
+    assert len(calls) == 20
+    expected = torch.full((1, 4), LEVELS[0])
+    for level, end in zip(LEVELS, LEVELS[1:], strict=False):
+        given = bent(0.3)(expected, level)
+        expected = given + (expected - given) * (end / level)
+    assert torch.equal(latent, expected)
+
+
+def fail(*_, **__):
+    raise ValueError("odd")
+
+
+@pytest.mark.parametrize(
+    "break_it, said, full",
+    [
+        (lambda run, patch: patch.setattr(run.plan, "skips", fail), "whether to skip a step cannot be judged", 6),
+        (lambda run, patch: patch.setattr(type(run), "_corrected", fail), "its predictions cannot be compared", 6),
+        (lambda run, patch: patch.setattr(run.plan, "note_errors", fail), "its predictions cannot be compared", 4),
+        (lambda run, patch: patch.setattr(f"{type(run).__module__}.forecast", fail), "a skipped step failed", 6),
+    ],
+)
+def test_failure_ends_skipping_with_a_sentence_and_the_model_is_called(monkeypatch, caplog, break_it, said, full):
+    run = run_of()
+    break_it(run, monkeypatch)
+    calls, latent = sampled(run)
+    assert len(calls) == full and latent.isfinite().all()
+    assert run.why_full == f"{said} (ValueError: odd)"
+    assert caplog.text.count("every step runs in full") == 1
+
+
+def test_host_that_calls_the_model_after_all_makes_its_step_full():
+    run = run_of()
+    evaluated(run, 14.6, 8.0)
+    run.begin(4.0)
+    assert run.skips
+    run.keep_full()
+    assert not run.skips and run.forecast(torch.zeros(1, 4)) is None
+
+
+def test_parts_are_foretold_each_on_its_own_line():
+    run = run_of(adds_noise=True)
+    for level in (14.6, 8.0, 4.0):
+        run.begin(level)
+        latent, place = torch.full((1, 4), level), angle(level)
+        if run.forecast(latent) is None:
+            run.end(latent, latent * 0, [latent * 0 + place, latent * 0 - 2 * place])
+    parts = run.forecast_parts(latent)
+    assert [one[0, 0].item() for one in parts] == pytest.approx([angle(4.0), -2 * angle(4.0)])
+
+
+def test_previews_are_the_prediction_without_what_the_latent_lacked():
+    facts = measured(sampling.SCHEDULE, False, sampling.sampler(0))
+    run = run_of(levels=facts.levels)
+    run = type(run)(every(2), facts, (math.inf, 0.0))
     shown = []
-    monkeypatch.setattr(sampler.run.plan, "note_shown", lambda step, what: shown.append(step))
-    latent = torch.rand(1, 4, 8, 8)
-    for sigma in SCHEDULE[:-1]:
-        sampler.evaluate(sigma, "a", *("b" * (sigma == 8.0)))
-        sampler.run.end(latent, sigma, latent / 2)
-    assert sampler.run.letters == "FSSFSS"
+
+    def predict(latent, level):
+        run.begin(level)
+        given = run.forecast(latent)
+        if given is None:
+            made = torch.full_like(latent, math.sin(3 * angle(level)))
+            given = run.end(latent, made)
+            shown.append((run.prediction_in(given), made, given))
+        return given
+
+    sampling.sampler(0)(predict, torch.zeros_like, torch.full((1, 4), facts.levels[0]))
+    assert any(not torch.equal(made, given) for _, made, given in shown)
+    assert any(one is not given for one, _, given in shown) and run.prediction_in(torch.zeros(1)).item() == 0

@@ -97,10 +97,9 @@ def test_block_without_a_graph_loses_its_stand_in_too(monkeypatch):
     assert [run() for _ in range(3)] == [3, 0, 0] and run.eager_calls == 9
 
 
-def test_another_size_or_phase_is_looked_at_and_the_first_is_known_still(slower):
+def test_another_size_is_looked_at_and_the_first_is_known_still(slower):
     run = Run(Net(3))
     assert [run(4), run(4), run(6), run(6), run(4)] == [3, 0, 3, 0, 0]
-    assert [run(4, phase="skipped"), run(4, phase="skipped")] == [3, 0]
     assert [run(4, are_alike=False), run(4)] == [3, 0]  # the first may be captured, so has all stand-ins
 
 

@@ -125,11 +125,3 @@ def put_wrappers(model: Any, key: str, wrappers: Mapping[str, Callable]) -> None
         model.remove_wrappers_with_key(kind, key)
     for kind, wrapper in wrappers.items():
         model.add_wrapper_with_key(kind, key, wrapper)
-
-
-def forget_prefetched(model: torch.nn.Module) -> None:
-    """Drop what a call that failed has brought of streamed weights: the next one would take it for whole."""
-    clean_up = getattr(sys.modules.get("comfy.model_prefetch"), "cleanup_prefetched_modules", None)
-    for part in model.modules() if clean_up is not None else ():
-        if not vars(part).keys().isdisjoint(("_prefetch", "_v_block_faulted")):
-            clean_up(part, [part])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...core.sentences import LOADED_IN_PART, NOISE_UNSEEN, OF_THE_MACHINE, SENTENCES
+from ...core.sentences import LOADED_IN_PART, OF_THE_MACHINE, SENTENCES
 
 if TYPE_CHECKING:
     from ...core.reasons import Reason
@@ -51,7 +51,6 @@ _ADVICE = {
     LOADED_IN_PART: "A smaller or quantized model, a smaller batch, or closing other programs helps most.",
     "few_steps": "It pays from about 20 steps on.",
     "steps_differ": "Sample more steps, or choose Fast.",
-    NOISE_UNSEEN: "Use euler or dpmpp_2m.",
     **dict.fromkeys(
         ("cache_entries_full", "cache_bytes_full"), "Raise the graph cache's limits in the settings, under Accel."
     ),

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ...core.events import emit, log
-from ...modules.blocks import is_compiled, uncompiled
+from ...modules.blocks import uncompiled
 from ...modules.substitution import Order, substituted
 from ...report.facts import skipping_fact
 from ...report.run import Skipping
-from ...step_cache.cached_call import cached_call, with_own_lists
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.run import DeepCacheRun
-from ...step_cache.splits.layouts import find_split, why_no_split
-from ...step_cache.splits.token_streams import NoStreams, arguments
-from ...step_cache.splits.unet import DownUpUNetSplit
 from .denoising_loop import around_loops
 from .predictions import around_steps, denoised, facts_of, follows_of, noisy, share_of
 from .schedule import PipelineSchedule
@@ -44,18 +41,19 @@ _called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_
 
 @contextmanager
 def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
-    """Within the context, the pipeline's UNet or transformers skip their blocks on some steps.
+    """Within the context, the pipeline does without its UNet or transformers on some steps.
 
     `pipe` has a `scheduler`, any of `DENOISERS`, and a `progress_bar` around its denoising loop. Between images the
     models are untouched, so they may be moved, offloaded, shared or replaced, and the scheduler too; nothing of an
-    image is kept, however it ends. With settings that skip nothing, or models without a split, the context does
-    nothing. A model compiled as a whole runs uncompiled within it. What the scheduler is given by full steps decides
-    what is skipped; where that cannot be told, every step runs in full.
+    image is kept, however it ends. With settings that skip nothing the context does nothing. A model compiled as a
+    whole runs uncompiled within it. Where what the scheduler is given cannot be told, every step runs in full.
 
-    Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer.
+    Emits "deep_cache_run" after each image.
     """
     with ExitStack() as undo:
-        if models_to_split(pipe, log.warning) and not settings.is_off:
+        if not models_of(pipe):
+            log.warning("DeepCache: %s has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
+        elif not settings.is_off:
             running: dict[int, ExitStack] = {}
             # Images that were broken off, whose frames an exception may keep alive.
             undo.callback(lambda: [image.close() for image in list(running.values())])
@@ -64,20 +62,10 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
         yield
 
 
-def models_to_split(pipe: Any, report: Callable[..., None]) -> list[torch.nn.Module]:
-    """The pipeline's models that have a split; `report` gets the reason for each of the others."""
+def models_of(pipe: Any) -> list[torch.nn.Module]:
+    """The pipeline's models that are called at every step."""
     models = [getattr(pipe, name, None) for name in DENOISERS]
-    models = [uncompiled(model) for model in models if model is not None]
-    if not models:
-        report("DeepCache: it cannot divide %s, which has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
-    found = []
-    for model in models:
-        if find_split(model) is not None:
-            found.append(model)
-        else:
-            message = "DeepCache: it cannot divide %s: %s; every step runs in full."
-            report(message, type(model).__name__, why_no_split(model))
-    return found
+    return [uncompiled(model) for model in models if model is not None]
 
 
 @contextmanager
@@ -93,194 +81,178 @@ def _image(pipe: weakref.ref[Any], settings: DeepCacheSettings, running: dict[in
     with ExitStack() as undo:
         running[thread] = undo
         undo.callback(running.pop, thread, None)
-        models, scheduler = models_to_split(pipe(), log.debug), getattr(pipe(), "scheduler", None)
-        for model in models:
-            cache = _Cache(pipe(), model, settings, len(models))
-            undo.callback(cache.end_image)
-            undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
-            if callable(getattr(scheduler, "step", None)):
-                undo.enter_context(around_steps(scheduler, cache.before_step, cache.after_step))
+        image, scheduler = _Image(pipe(), settings), getattr(pipe(), "scheduler", None)
+        undo.callback(image.end)
+        for model in models_of(pipe()):
+            call = partial(image.call, model)
+            undo.enter_context(substituted({model: call}, Order.CACHED, this_thread_only=True))
+        if callable(getattr(scheduler, "step", None)):
+            undo.enter_context(around_steps(scheduler, image.before_step, image.after_step))
         yield
 
 
-class _Cache:
-    """The run of one model of the pipeline, and its progress; for one denoising loop."""
+class _Image:
+    """One denoising loop: its run, and how far it has come."""
 
-    def __init__(self, pipe: Any, model: torch.nn.Module, settings: DeepCacheSettings, models: int):
-        self.pipe, self.model, self.settings, self.models = pipe, model, settings, models
-        self.is_compiled = is_compiled(model)
-        """Whether torch traces into its layers, where it could not ask for the thread."""
-        self.schedule: PipelineSchedule | None = None
-        self.unknown_timesteps: Any = None
+    def __init__(self, pipe: Any, settings: DeepCacheSettings):
+        self._pipe, self._settings = pipe, settings
+        self._schedule: PipelineSchedule | None = None
+        self._unknown_timesteps: Any = None
         """The scheduler's timesteps where no schedule could be made of them."""
-        self.plain_calls = self.cached_calls = 0
-        self.run: DeepCacheRun | None = None
-        self.evaluation: tuple[Any, ...] = (-1,)
+        self._run: DeepCacheRun | None = None
+        self._evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
-        self.layouts: list[Hashable] = []
-        """`_layout` of each call of the current evaluation."""
-        self.made: Callable[[], Any] | None = None
+        self._calls = 0
+        """Calls of the current evaluation."""
+        self._calls_before = 0
+        """Those of the evaluation before."""
+        self._is_held = False
+        """Whether any of them returned what the last full evaluation did."""
+        self._returned: list[tuple[Hashable, Any]] = []
+        """What each call of the last full evaluation was given, by `_layout`, and what it returned."""
+        self._made: Callable[[], Any] | None = None
         """Gives the latent of the scheduler's last step, as long as somebody has it; None before its first."""
+        self._plain: set[str] = set()
+        """Classes of models that were called at timesteps of nobody's."""
+        self._has_run = False
 
     @torch.compiler.disable
-    def call(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call of the model: skipped, full with its features stored, or plain."""
-        if self.model in _called.get():
+    def call(self, model: torch.nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """One call of a model. In a skipped step it returns what the one before did: the scheduler is given what is
+        foretold in place of what the pipeline makes of it."""
+        if model in _called.get():
             return inner(*args, **kwargs)
-        try:
-            named = arguments(self.model, args, kwargs)
-        except NoStreams:
-            return inner(*args, **kwargs)  # raises the error of wrong arguments
+        named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}
         timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
-        latent = _joined(next(iter(named.values()), None))
-        is_known = timestep is not None and latent is not None
         # What guides by gradients needs a call that leads back to the latent.
-        has_gradients = is_known and torch.is_grad_enabled() and latent.requires_grad
-        run = self._begin(timestep) if is_known and not has_gradients else None
-        if run is None:
-            self.plain_calls += 1
+        has_gradients = torch.is_grad_enabled() and getattr(next(iter(named.values()), None), "requires_grad", False)
+        if timestep is None or has_gradients or not self._begin(timestep, model):
+            self._plain.add(type(model).__name__)
             return inner(*args, **kwargs)
-        self.cached_calls += 1
-        features = run.of(self.model)
-        before = _called.set((*_called.get(), self.model))
-        self.layouts.append(_layout(named))
-        # A transformer's residuals stay: what skipped blocks are given has no effect.
-        withheld = features.split.withhold(kwargs) if isinstance(features.split, DownUpUNetSplit) else kwargs
+        place, layout = self._calls, (model, _layout(named))
+        self._calls += 1
+        if self._run.skips and place < len(self._returned) and self._returned[place][0] == layout:
+            self._is_held = True
+            return self._returned[place][1]
+        if not self._is_held:  # what was held cannot be called any more
+            self._run.keep_full()
+        before = _called.set((*_called.get(), model))
         try:
-            return cached_call(
-                features,
-                # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
-                # the same order at every step.
-                features.branches(latent, ("batch",), (0,), self.layouts[-1]),
-                lambda: inner(*args, **with_own_lists(kwargs)),
-                lambda: inner(*args, **withheld),
-                (),
-                this_thread_only=not self.is_compiled,
-            )
+            out = inner(*args, **kwargs)
         finally:
             _called.reset(before)
+        self._returned[place:] = [(layout, out)]
+        parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else ()
+        if sum(isinstance(part, torch.Tensor) for part in parts) > 1:
+            self._run.run_in_full(f"{type(model).__name__} predicts several things at once")
+        return out
 
     def before_step(self, given: Mapping[str, Any]) -> torch.Tensor | None:
         """Before the scheduler's step, with its arguments. Returns what it is to be given in place of the model's
         output, if anything."""
-        run, layouts = self.run, tuple(self.layouts)
-        self.layouts = []
-        if run is None or not layouts:
+        run, calls, self._calls = self._run, self._calls, 0
+        if run is None or not calls:
             return None
         if not run.facts.adds_noise and given.get("eta"):  # DDIM's
             run.stop_correcting()
             run.run_in_full("its scheduler is told only in its steps that it adds noise")
-            return None
         try:
-            return self._ended(run, given, layouts)
+            return self._end_evaluation(run, given, calls)
         except Exception as error:
             run.stop_correcting()
             run.run_in_full(f"its predictions cannot be compared in this pipeline ({error})")
             return None
 
-    def _ended(self, run: DeepCacheRun, given: Mapping[str, Any], layouts: tuple[Hashable, ...]) -> torch.Tensor | None:
-        """The model's output with what it takes for the latent to be what it should be; None for as it is."""
-        scheduler = self.schedule.scheduler
+    def _end_evaluation(self, run: DeepCacheRun, given: Mapping[str, Any], calls: int) -> torch.Tensor | None:
+        """What the scheduler is given; None for the model's output as it is."""
+        scheduler = self._schedule.scheduler
         output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
         if output.shape != sample.shape:
             raise ValueError("they have another shape than its latent")
         has_more = any(value is not None and name not in _PLAIN_STEP for name, value in given.items())
-        if has_more or self.made is not None and self.made() is not sample:
+        if has_more or self._made is not None and self._made() is not sample:
             run.stop_correcting()  # it is not a plain step, or the latent was changed since the last, as for a mask
-        latent = noisy(scheduler, timestep, sample, run.angle)
-        prediction = denoised(scheduler, output, timestep, sample, run.angle)
-        asked = getattr(self.pipe, "guidance_scale", None), layouts
-        corrected = run.end(latent, self.schedule.level(self.evaluation[0]), prediction, asked)
-        if corrected is prediction:
+        angle = angle_of(self._schedule.level(self._evaluation[0]), run.facts.is_flow)
+        latent = noisy(scheduler, timestep, sample, angle)
+        corrected = run.forecast(latent)
+        if calls != self._calls_before:  # guidance has begun or ended
+            run.forget()
+        self._calls_before = calls
+        if corrected is None and self._is_held:
+            run.count(is_skipped=True)
             return None
-        return output + ((corrected - prediction) / share_of(scheduler, run.angle)).to(output.dtype)
+        if corrected is None:
+            prediction = denoised(scheduler, output, timestep, sample, angle)
+            corrected = run.end(latent, prediction)
+            if corrected is prediction:
+                return None
+        return ((corrected - follows_of(scheduler, angle) * latent) / share_of(scheduler, angle)).to(output.dtype)
 
     def after_step(self, result: Any) -> None:
         """After the scheduler's step, with what it returned."""
         latent = result[0] if isinstance(result, tuple) and result else getattr(result, "prev_sample", None)
-        self.made = weakref.ref(latent) if isinstance(latent, torch.Tensor) else lambda: None
+        self._made = weakref.ref(latent) if isinstance(latent, torch.Tensor) else lambda: None
 
-    def _begin(self, timestep: Any) -> DeepCacheRun | None:
-        """The run of a call at `timestep`; None for one outside the scheduler's schedule."""
-        schedule = self._schedule()
+    def _begin(self, timestep: Any, model: torch.nn.Module) -> bool:
+        """Whether a call at `timestep` belongs to the run, which begins with the first one that does."""
+        schedule = self._read_schedule()
         place = None if schedule is None else schedule.place_of(timestep)
         if place is None:
-            return None
-        if self.run is None or place < self.evaluation[0]:
-            self.end_run()
-            self.run = self._start_run(schedule, place)
-        counted = tuple(getattr(schedule.scheduler, name, None) for name in ("step_index", "counter"))
-        if (place, *counted) != self.evaluation:
-            self.layouts.clear()
-            self.run.begin(schedule.level(place))
-            self.evaluation = (place, *counted)
-        return self.run
+            return False
+        if self._run is None or place < self._evaluation[0]:
+            self._end_run()
+            settings = self._settings
+            window = tuple(schedule.level_at(percent) for percent in (settings.start_percent, settings.end_percent))
+            self._run, self._has_run = DeepCacheRun(settings, facts_of(schedule, place), window), True
+        evaluation = place, *(getattr(schedule.scheduler, name, None) for name in ("step_index", "counter"))
+        if evaluation != self._evaluation:
+            self._evaluation, self._calls, self._is_held = evaluation, 0, False
+            self._run.begin(schedule.level(place), (model, getattr(self._pipe, "guidance_scale", None)))
+        return True
 
-    def _schedule(self) -> PipelineSchedule | None:
+    def _read_schedule(self) -> PipelineSchedule | None:
         """The current image's schedule; None where it cannot be read."""
-        scheduler = getattr(self.pipe, "scheduler", None)
+        scheduler = getattr(self._pipe, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
-        if timesteps is None or timesteps is self.unknown_timesteps:
+        if timesteps is None or timesteps is self._unknown_timesteps:
             return None
-        if self.schedule is None or not self.schedule.is_of(scheduler):
-            self.end_run()
+        if self._schedule is None or not self._schedule.is_of(scheduler):
+            self._end_run()
             try:
-                self.schedule = PipelineSchedule(scheduler)
+                self._schedule = PipelineSchedule(scheduler)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                self.schedule, self.unknown_timesteps = None, timesteps
+                self._schedule, self._unknown_timesteps = None, timesteps
                 message = "DeepCache: %s has a schedule that it does not understand (%s); every step runs in full."
                 log.warning(message, type(scheduler).__name__, error)
-        return self.schedule
+        return self._schedule
 
-    def _start_run(self, schedule: PipelineSchedule, place: int) -> DeepCacheRun:
-        settings, facts, scheduler = self.settings, facts_of(schedule, place), schedule.scheduler
-        has_hooks = any(module._forward_hooks for module in self.model.modules() if module is not self.model)
-        try:
-            follows = tuple(follows_of(scheduler, angle_of(level, facts.is_flow)) for level in facts.levels)
-        except Exception:  # a scheduler without a config
-            follows = None
-        return DeepCacheRun(
-            settings,
-            facts,
-            find_split,
-            window=tuple(schedule.level_at(percent) for percent in (settings.start_percent, settings.end_percent)),
-            follows=follows if self.models == 1 else None,
-            # Self-attention guidance's.
-            why_full="a hook may read what its layers give" if has_hooks else None,
-        )
-
-    def end_image(self) -> None:
-        self.end_run()
-        if self.plain_calls and not self.cached_calls and self.unknown_timesteps is None:
+    def end(self) -> None:
+        """Drop all that is kept, and report."""
+        self._end_run()
+        if self._plain and not self._has_run and self._unknown_timesteps is None:
             message = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
-            log.warning(message, type(self.model).__name__)
+            log.warning(message, ", ".join(self._plain))
 
-    def end_run(self) -> None:
-        """Close the run and report it."""
-        if self.run is not None:
-            run = self.run
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
             skipping = Skipping(
-                steps_taken=run.letters,
-                why_full=run.why_full,
-                target_db=run.settings.quality,
-                skipped_work=run.skipped_work,
-                kept_bytes=run.bytes,
+                steps_taken=self._run.letters,
+                why_full=self._run.why_full,
+                target_db=self._settings.quality,
+                skipped_work=self._run.skipped_work,
             )
-            if not run.skipped_steps and run.why_full is None:
+            if not self._run.skipped_steps and self._run.why_full is None:
                 log.info("%s", skipping_fact(skipping).sentence)
-            run.close()
-            emit("deep_cache_run", skipping=skipping, began=run.began)
-        self.run, self.evaluation, self.made = None, (-1,), None
-        self.layouts.clear()
+            emit("deep_cache_run", skipping=skipping, began=self._run.began)
+        self._run, self._evaluation, self._made = None, (-1,), None
+        self._calls, self._returned = 0, []
 
 
-def _joined(latent: Any) -> torch.Tensor | None:
-    """The latents [B, ...] of a call; None for several of different sizes."""
-    if isinstance(latent, list) and latent and all(isinstance(one, torch.Tensor) for one in latent):
-        first = latent[0]
-        is_even = all(one.shape == first.shape and one.dtype == first.dtype for one in latent)
-        return torch.stack(latent) if is_even else None  # Z-Image takes a list of them
-    return latent if isinstance(latent, torch.Tensor) and latent.ndim else None
+@lru_cache
+def _names_of(kind: type) -> tuple[str, ...]:
+    """The names of what models of this class are called with."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _layout(named: Mapping[str, Any]) -> Hashable:

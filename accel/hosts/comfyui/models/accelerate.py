@@ -35,7 +35,7 @@ from ..sizes.shape_errors import sizes_explained
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
 from ..versions import is_split_over_devices, put_wrappers
 from . import streamed
-from .options import CORE_COMPILE, INTERRUPTS, SKIPS, WARMS_UP, runs_between, simplifier
+from .options import CORE_COMPILE, INTERRUPTS, WARMS_UP, runs_between, simplifier
 from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Run:
                 with self.lock:
                     self.model_calls += 1
             if not self.graphs or is_split_over_devices(options):
-                with state.calls.in_place((context, *given), are_alike=SKIPS not in options):
+                with state.calls.in_place((context, *given)):
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for

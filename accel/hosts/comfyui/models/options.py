@@ -8,7 +8,6 @@ block runs eagerly, as ComfyUI would run it.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,13 +50,6 @@ _FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 """Keys that core writes for patches to read; a block that only passes them on computes the same without them."""
 
 _PATCHES = ("patches", "patches_replace")
-
-
-def compiles_whole(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper with the key CORE_COMPILE compiles all of the model, as TorchCompileModel's does, and not just
-    its blocks, as other packs' may. Core keeps the modules in the wrapper's closure."""
-    modules = inspect.getclosurevars(wrapper).nonlocals.get("compiled_module_dict", ("diffusion_model",))
-    return "diffusion_model" in modules
 
 
 def simplifier(region: Region) -> Callable[[dict], dict]:

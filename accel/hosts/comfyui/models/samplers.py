@@ -3,9 +3,11 @@ what it does with predictions."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ class NoiseLevels:
             self._unchecked.append((expected, HostCopy(timestep.max())))
             return expected
         level = float(timestep.max())
+        if timestep.dtype in (torch.float16, torch.bfloat16):  # of a sampler whose latent is
+            nearest = min(schedule, key=lambda known: abs(known - level))
+            level = nearest if abs(nearest - level) <= torch.finfo(timestep.dtype).eps * level else level
         self._follows_schedule = self._follows_schedule and expected is not None and is_near(expected, level)
         return level
 
@@ -85,12 +90,15 @@ def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) 
 
     facts = measured(levels, is_flow, sample)
     if any(model.is_asked_for_parts for model in models):
-        return SamplerFacts(facts.levels, is_flow, facts.adds_noise)  # the parts' errors differ
+        return replace(facts, response=None)  # the parts' errors differ
     return facts
 
 
 def _sampled(sampler: Any, model: _Model, levels: Sequence[float], noise: Noise, latent: torch.Tensor) -> torch.Tensor:
-    function, options = sampler.sampler_function, dict(sampler.extra_options)
+    # Copies of what may keep a state: how far a pack's sampler has come, a generator.
+    function, options = copy.copy(sampler.sampler_function), dict(sampler.extra_options)
+    generators = {name: one.clone_state() for name, one in options.items() if isinstance(one, torch.Generator)}
+    options |= generators
     if "noise_sampler" in inspect.signature(function).parameters:
         options["noise_sampler"] = lambda *_, **__: noise(latent)
     given = {"model_options": {"transformer_options": {}}, "seed": 0}

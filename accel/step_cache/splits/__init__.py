@@ -1,1 +1,0 @@
-"""Where a model of any architecture is split: UNets in two layouts, and transformers."""
