@@ -94,6 +94,7 @@ def parse(arguments):
     named = any(argument in BENCHES for argument in arguments)  # then --help goes to it, as all else does
     bench = command("bench", f"Run a measurement; further arguments go to it.\n\n{listed}", add_help=not named)
     bench.add_argument("name", metavar="NAME", help=", ".join(BENCHES))
+    bench.add_argument("--model", metavar="FILE", help="of quality: a checkpoint of yours")
     bench.add_argument("--json", metavar="FILE", help="write the table there too")
 
     options, passed_on = parser.parse_known_args(arguments or ["--help"])
@@ -101,12 +102,12 @@ def parse(arguments):
         raise Problem(f"dev.py {options.command} does not know {passed_on[0]}; --help lists what it knows.")
     if options.command == "bench" and options.name not in BENCHES:
         raise Problem(f"There is no measurement {options.name}: choose one of {', '.join(BENCHES)}.")
-    for name in ("checkpoint", "json", "models", "port", "owner"):
+    for name in ("checkpoint", "model", "json", "models", "port", "owner"):
         value = getattr(options, name, None)
         if value:
             # The child runs in the pack's folder, the paths are meant from here.
             passed_on += [f"--{name}", str(value) if name in ("port", "owner") else os.path.abspath(value)]
-    for name in ("checkpoint", "models"):
+    for name in ("checkpoint", "model", "models"):
         value = getattr(options, name, None)
         if value and not os.path.exists(value):
             raise Problem(f"--{name} {value} does not exist.")

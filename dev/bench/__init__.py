@@ -11,7 +11,7 @@ BENCHES = {
     "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
     "deepcache": "what skipping costs in quality, on four trained networks: targets, other caches, fewer steps",
-    "quality": "on a checkpoint of yours, what each quality target costs and reaches, with a contact sheet",
+    "quality": "on a checkpoint of yours (--model FILE), how close each quality comes, with a sheet",
     "restart": "the first image of a new process: saved graphs, torch's own cache, neither, core's node, eager",
     "gpu": "on a GPU, every contender at every size: steps a second, first images, kernels, memory",
     "kernels": "GPU code of each kind of block, counted in instructions: ours, for one size, core's; needs no card",

@@ -7,11 +7,11 @@ One image at a time, as most people sample, through ComfyUI's real samplers: the
 
 import functools
 import importlib.util
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,11 +22,15 @@ from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
 
 from . import report, similarity
+from .similarity import decibels
 
 NETWORKS = ("unet", "dit", "mmdit", "vpred")
-SAMPLERS = ("euler", "dpmpp_2m", "heun", "ddim", "euler_ancestral", "uni_pc")
-STEPS = (8, 12, 20, 30, 50)
-CFGS = (1.0, 4.0, 7.5)
+UNETS = ("unet", "vpred")
+SAMPLERS = ("euler", "dpmpp_2m", "heun", "uni_pc", "res_multistep", "er_sde", "euler_ancestral")
+OWN = "own"
+"""The scheduler that users of a network choose, which stands behind no sampler's name."""
+STEPS = (12, 20, 30)
+CFGS = (1.0, 5.0)
 LEVELS = ("Balanced", "Fast")
 TARGETS = ("50 dB", "45 dB", "30 dB")
 EVERY_SECOND, ORACLE = "every 2nd", "oracle"
@@ -34,15 +38,15 @@ EVERY_SECOND, ORACLE = "every 2nd", "oracle"
 other by trying all, of which each number has a row of its own."""
 ENOUGH_DB = 40.0
 """The dB that the oracle is followed down to."""
-OTHERS = ("cache-dit", "TeaCache", "First Block Cache", "EasyCache", "LazyCache")
+OF_UNETS = "DeepCache of Ma et al."
+OTHERS = (OF_UNETS, "cache-dit", "TeaCache", "First Block Cache", "EasyCache", "LazyCache")
 HOOKS = FIRST_BLOCK, TAYLOR = ("diffusers' FirstBlockCache", "diffusers' TaylorSeer")
 PIPELINE = "DiT in diffusers"
 FEWER = "fewer steps"
-THRESHOLDS, INTERVALS, TRIES = (1e-3, 3.0), (2.0, 10.0), 10
+THRESHOLDS, INTERVALS, TRIES = (1e-3, 3.0), (1.0, 10.0), 10
 """Of other caches, the least and the most, and how many are tried for one image to come to the work of `LEVELS[0]`."""
 SIDE = 16
 """Of the latents, in places."""
-FIRST_SEED = 50
 
 LEAST_DB, MOST_WORSE, KEPT, FAR = 35.0, 1.0, 1.0, 10.0
 """What is counted: *Balanced*'s worst image in a cell, dB; how far below fewer steps one image may be; how far below
@@ -54,14 +58,16 @@ CELL = ("network", "sampler", "steps", "cfg")
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser("deepcache", __doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
-    help = f"default: {' '.join(SAMPLERS)}; 'euler karras' for another schedule"
+    help = f"default: {' '.join(SAMPLERS)}; 'euler karras' for one on another schedule"
     parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help=help)
+    help = f"of all samplers: {OWN} (default: what users of the network choose), karras, beta or any of core's"
+    parser.add_argument("--schedulers", nargs="+", default=[OWN], help=help)
     parser.add_argument("--steps", nargs="+", type=int, default=STEPS, help=f"of the sampler (default: {STEPS})")
     parser.add_argument("--cfg", nargs="+", type=float, default=CFGS, help=f"guidance (default: {CFGS})")
     parser.add_argument("--images", type=int, default=8, help="in each cell, one after another (default: 8)")
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: 50)")
-    names = (*LEVELS, *TARGETS)
-    help = f"of: {', '.join(names)}, {EVERY_SECOND}, {ORACLE} (slow), or any N dB"
+    parser.add_argument("--first-seed", type=int, default=50, help="of the images (default: 50)")
+    names = (*LEVELS, *TARGETS, EVERY_SECOND)
+    help = f"of: {', '.join(names)}, {ORACLE} (slow), or any N dB"
     parser.add_argument("--ways", nargs="+", default=names, metavar="WAY", help=help)
     help = f"as well: {', '.join(OTHERS)}, each at the work of {LEVELS[0]}"
     parser.add_argument("--others", action="store_true", help=help)
@@ -79,9 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # Layers this narrow gain little from more.
     torch.set_flush_denormal(True)
     rows: list[report.Row] = []
+    pairs = itertools.product(options.samplers, options.schedulers)
+    samplers = [" ".join(pair).removesuffix(f" {OWN}") for pair in pairs]
     for network in options.networks:
         bench = Bench(network, toy.load(network))
-        for sampler in options.samplers:
+        for sampler in samplers:
             for steps in options.steps:
                 started = time.perf_counter()
                 for cfg in options.cfg:
@@ -114,7 +122,7 @@ class Bench:
         self._network, self.model = network, model
         self._flops = Flops(model.model.diffusion_model)
         self._flops.learn(lambda: self._latent(model, "euler", 1, 1.0, 0))
-        self._plain = functools.lru_cache(maxsize=64)(self._sampled_plainly)
+        self._plain = functools.lru_cache(maxsize=64)(functools.partial(self._run, model))
 
     def rows(
         self, sampler: str, steps: int, cfg: float, seed: int, ways: Sequence[str], others: bool = False
@@ -125,8 +133,7 @@ class Bench:
         place = dict(zip((*CELL, "seed"), (self._network, *image), strict=True))
 
         def row(way: str, made: tuple) -> report.Row:
-            told = None if way in OTHERS else self._records.deep_cache()
-            taken = None if told is None else told.steps_taken
+            taken = None if way in OTHERS else self._records.deep_cache().steps_taken
             return _row(place, way, made, lambda count: self._plain(sampler, count, cfg, seed)[0], taken)
 
         tried = [(name, apply(name, self.model, steps)) for name in ways if name != ORACLE]
@@ -138,35 +145,32 @@ class Bench:
 
             work = next(row["flops_share"] for row in rows if row["way"] == LEVELS[0])
             for way, make in MADE.items():
-                run = lambda value, make=make: self.made(make(self.model, self._flops, value), *image)  # noqa: E731
-                rows.append(row(way, at_work(run, work, steps, THRESHOLDS)))
+                if way != OF_UNETS or self._network in UNETS:
+                    run = lambda value, make=make: self.made(make(self.model, self._flops, value), *image)  # noqa: E731
+                    rows.append(row(way, at_work(run, work, steps, INTERVALS if way == OF_UNETS else THRESHOLDS)))
         return rows
 
     def made(self, model, sampler: str, steps: int, cfg: float, seed: int):
         """A latent, and its share of the uncached one's work."""
         _, work = self._plain(sampler, steps, cfg, seed)
-        self._flops.take()
-        latent = self._latent(model, sampler, steps, cfg, seed)
-        return latent, self._flops.take() / work
+        latent, taken = self._run(model, sampler, steps, cfg, seed)
+        return latent, taken / work
 
-    def _oracle(self, sampler: str, steps: int, cfg: float, seed: int) -> list[tuple[str, object]]:
+    def _oracle(self, *image) -> list[tuple[str, object]]:
         """For each number of skipped steps, down to `ENOUGH_DB`, a model that skips the steps that cost least."""
-        expected, _ = self._plain(sampler, steps, cfg, seed)
-
-        def cost(skipped: frozenset[int]) -> float:
-            return -_decibels(self._latent(skipping(self.model, skipped), sampler, steps, cfg, seed), expected)
-
-        skipped: frozenset[int] = frozenset()
-        found = []
-        while len(skipped) < steps - 1 and -cost(skipped) > ENOUGH_DB:
-            skipped = min((skipped | {step} for step in range(1, steps) if step not in skipped), key=cost)
+        expected, steps, found = self._plain(*image)[0], image[1], []
+        skipped, best = frozenset(), similarity.IDENTICAL
+        while len(skipped) < steps - 2 and best > ENOUGH_DB:
+            tried = [skipped | {step} for step in range(2, steps) if step not in skipped]
+            reached = [decibels(self._run(skipping(self.model, one), *image)[0], expected) for one in tried]
+            best = max(reached)
+            skipped = tried[reached.index(best)]
             found.append((f"{ORACLE} {len(skipped)}", skipping(self.model, skipped)))
         return found
 
-    def _sampled_plainly(self, sampler: str, steps: int, cfg: float, seed: int):
-        self._flops.take()
-        latent = self._latent(self.model, sampler, steps, cfg, seed)
-        return latent, self._flops.take()
+    def _run(self, *image):
+        """A latent, and the operations that it took."""
+        return self._latent(*image), self._flops.take()
 
     def _latent(self, model, sampler: str, steps: int, cfg: float, seed: int):
         import torch
@@ -210,21 +214,10 @@ def _row(
 ) -> report.Row:
     """made: a latent and its share of the work. plain: the uncached latent by number of steps."""
     (latent, share), expected = made, plain(place["steps"])
-    fewer = max(1, round(share * place["steps"]))
-    return {
-        **place,
-        "way": way,
-        "target_db": target_of(way),
-        "flops_share": round(share, 4),
-        "latent_db": _decibels(latent, expected),
-        "fewer_steps": fewer,
-        "fewer_db": _decibels(plain(fewer), expected),
-        "steps_taken": steps_taken,
-    }
-
-
-def _decibels(latent, expected) -> float:
-    return round(similarity.latent_psnr(latent, expected).item(), 2)
+    reached, fewer = decibels(latent, expected), max(1, round(share * place["steps"]))
+    row = {**place, "way": way, "target_db": target_of(way), "flops_share": round(share, 4), "latent_db": reached}
+    others = {"fewer_steps": fewer, "fewer_db": decibels(plain(fewer), expected)}
+    return {**row, **others, "steps_taken": steps_taken}
 
 
 def target_of(way: str) -> float | None:
@@ -246,7 +239,6 @@ def skipping(model, steps: Collection[int]):
         def skips(self, step: int) -> bool:
             return step in steps
 
-    @dataclass(frozen=True)
     class Settings(DeepCacheSettings):
         def plan(self) -> QualityPlan:
             return Fixed(self.quality)
@@ -269,34 +261,26 @@ def merged(known: Sequence[report.Row], new: Sequence[report.Row]) -> list[repor
     return list({tuple(row[name] for name in (*CELL, "way", "seed")): row for row in (*known, *new)}.values())
 
 
-def cells(rows: Sequence[report.Row]) -> list[report.Row]:
+def cells(rows: Iterable[report.Row]) -> list[report.Row]:
     """One row for each cell and way: means over its images, and the worst of them."""
-    groups: dict[tuple, list[report.Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in (*CELL, "way")), []).append(row)
-    return [
-        {
-            **dict(zip((*CELL, "way"), key, strict=True)),
-            "share": fmean(row["flops_share"] for row in group),
-            "mean": fmean(row["latent_db"] for row in group),
-            "worst": min(row["latent_db"] for row in group),
-            "gain": fmean(row["latent_db"] - row["fewer_db"] for row in group),
-            "worst_gain": min(row["latent_db"] - row["fewer_db"] for row in group),
-            "skips": any(row["flops_share"] < 1 for row in group),
-        }
-        for key, group in groups.items()
-    ]
+    table = []
+    for place, group in report.grouped(rows, (*CELL, "way")):
+        shares, reached = ([row[name] for row in group] for name in ("flops_share", "latent_db"))
+        gains = [row["latent_db"] - row["fewer_db"] for row in group]
+        told = {"share": fmean(shares), "skips": min(shares) < 1, "mean": fmean(reached), "worst": min(reached)}
+        table.append({**place, **told, "gain": fmean(gains), "worst_gain": min(gains)})
+    return table
 
 
 def overview(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each network and way: the work over all its cells, the rest over those where anything was skipped."""
     table = []
-    for network, way in dict.fromkeys((row["network"], row["way"]) for row in rows):
-        if way.startswith(ORACLE) or way in (*OTHERS, *HOOKS) or network == PIPELINE:
-            continue  # `of_oracle` and `beside_others` have it
-        every = cells([row for row in rows if (row["network"], row["way"]) == (network, way)])
+    beside = (*OTHERS, *HOOKS)  # `of_oracle` and `beside_others` have it
+    shown = [row for row in _on_cores(rows) if row["way"] not in beside and not row["way"].startswith(ORACLE)]
+    for place, group in report.grouped(shown, ("network", "way")):
+        every = cells(group)
         own = [cell for cell in every if cell["skips"]]
-        line: report.Row = {"network": network, "way": way, "cells": len(every), "skipping": len(own)}
+        line: report.Row = {**place, "cells": len(every), "skipping": len(own)}
         if own:
             line |= {
                 "FLOPs": f"{fmean(cell['share'] for cell in every):.2f}",
@@ -311,97 +295,78 @@ def overview(rows: Sequence[report.Row]) -> list[report.Row]:
     return table
 
 
+def _on_cores(rows: Iterable[report.Row]) -> list[report.Row]:
+    """Those of core's networks."""
+    return [row for row in rows if row["network"] != PIPELINE]
+
+
 def kept(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each network and target: which images kept it, and which ended far above it."""
     table = []
-    asked = [row for row in rows if row["target_db"] is not None and row["flops_share"] < 1]
-    asked = [row for row in asked if row["network"] != PIPELINE]
-    for network, target in dict.fromkeys((row["network"], row["target_db"]) for row in asked):
-        over = [row["latent_db"] - target for row in asked if (row["network"], row["target_db"]) == (network, target)]
-        shares = (fmean(value >= -KEPT for value in over), fmean(value > FAR for value in over))
-        names = (f"kept within {KEPT:g} dB", f"more than {FAR:g} dB above")
-        told = {name: f"{share:.0%}" for name, share in zip(names, shares, strict=True)}
-        table.append({"network": network, "planned for": f"{target:g} dB", "images": len(over), **told})
+    asked = [row for row in _on_cores(rows) if row["target_db"] is not None and row["flops_share"] < 1]
+    for place, group in report.grouped(asked, ("network", "target_db")):
+        over = [row["latent_db"] - row["target_db"] for row in group]
+        line = {"network": place["network"], "planned for": f"{place['target_db']:g} dB", "images": len(over)}
+        line[f"kept within {KEPT:g} dB"] = f"{fmean(value >= -KEPT for value in over):.0%}"
+        table.append({**line, f"more than {FAR:g} dB above": f"{fmean(value > FAR for value in over):.0%}"})
     return table
 
 
 def of_oracle(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each network, sampler and level: what it saves, as a share of what the oracle saves of the same
     images at the same dB, or at `ENOUGH_DB` where the level has less."""
-    image = (*CELL, "seed")
-    best: dict[tuple, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row["way"].startswith(ORACLE):
-            place = tuple(row[name] for name in image)
-            best.setdefault(place, []).append((1 - row["flops_share"], row["latent_db"]))
-    found: dict[tuple, list[tuple[float, float]]] = {}
-    for row in rows:
-        places = best.get(tuple(row[name] for name in image))
-        if row["way"] in LEVELS and places and row["flops_share"] < 1:
-            most = max((saved for saved, reached in places if reached >= max(row["latent_db"], ENOUGH_DB)), default=0.0)
-            saved = 1 - row["flops_share"]
-            found.setdefault((row["network"], row["sampler"], row["way"]), []).append((saved, max(most, saved)))
-    return [
-        {
-            **dict(zip(("network", "sampler", "way"), place, strict=True)),
-            "saves": f"{fmean(saved for saved, _ in pairs):.0%}",
-            "oracle saves": f"{fmean(most for _, most in pairs):.0%}",
-            "share": f"{sum(saved for saved, _ in pairs) / sum(most for _, most in pairs):.0%}",
-        }
-        for place, pairs in found.items()
-    ]
+    found = []
+    for _, group in report.grouped(rows, (*CELL, "seed")):
+        best = [(1 - row["flops_share"], row["latent_db"]) for row in group if row["way"].startswith(ORACLE)]
+        for row in group:
+            if best and row["way"] in LEVELS and row["flops_share"] < 1:
+                saved, enough = 1 - row["flops_share"], max(row["latent_db"], ENOUGH_DB)
+                most = max([saved, *(other for other, reached in best if reached >= enough)])
+                found.append({**row, "saved": saved, "most": most})
+    table = []
+    for place, group in report.grouped(found, ("network", "sampler", "way")):
+        saved, most = (fmean(row[name] for row in group) for name in ("saved", "most"))
+        told = {"saves": f"{saved:.0%}", "oracle saves": f"{most:.0%}", "share": f"{saved / most:.0%}"}
+        table.append({**place, **told})
+    return table
 
 
 def beside_others(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each way: by network the share of FLOPs, the mean and the worst image, where others were tried."""
-    places = {tuple(row[name] for name in CELL) for row in rows if row["way"] in (*OTHERS, *HOOKS)}
-    tried = [row for row in rows if tuple(row[name] for name in CELL) in places]
-    for row in [row for row in tried if row["way"] == LEVELS[0]]:
-        made = {"flops_share": row["fewer_steps"] / row["steps"], "latent_db": row["fewer_db"]}
-        tried.append({**row, **made, "way": FEWER})
-    found = cells(tried)
-    return [
-        {
-            "way": way,
-            **{
-                network: _cell([cell for cell in found if (cell["network"], cell["way"]) == (network, way)])
-                for network in dict.fromkeys(row["network"] for row in tried)
-            },
-        }
-        for way in (LEVELS[0], *OTHERS, *HOOKS, FEWER)
-        if places
-    ]
+    ways = (LEVELS[0], *OTHERS, *HOOKS, FEWER)
+    tried = []
+    for _, group in report.grouped(rows, CELL):
+        if any(row["way"] in (*OTHERS, *HOOKS) for row in group):
+            tried += group
+            for row in group:
+                if row["way"] == LEVELS[0]:
+                    made = {"flops_share": row["fewer_steps"] / row["steps"], "latent_db": row["fewer_db"]}
+                    tried.append({**row, **made, "way": FEWER})
+    found = [cell for cell in cells(tried) if cell["way"] in ways]
+    none, table = dict.fromkeys(row["network"] for row in tried), []
+    for place, group in sorted(report.grouped(found, ["way"]), key=lambda one: ways.index(one[0]["way"])):
+        line = {at["network"]: _cell(of_network) for at, of_network in report.grouped(group, ["network"])}
+        table.append({**place, **none, **line})
+    return table
 
 
 def by_steps(rows: Sequence[report.Row], way: str) -> list[report.Row]:
     """One row for each sort of networks and sampler: by number of steps the share of FLOPs, the mean and the worst."""
-    own, table = cells([row for row in rows if row["way"] == way and row["network"] in NETWORKS]), []
-    own = [cell for cell in own if cell["sampler"] != "ddim"]  # as euler
-    for sort, sampler in dict.fromkeys((_sort(cell["network"]), cell["sampler"]) for cell in own):
-        line: report.Row = {"networks": sort, "sampler": sampler}
-        for steps in sorted({cell["steps"] for cell in own}):
-            place = (sort, sampler, steps)
-            found = [cell for cell in own if (_sort(cell["network"]), cell["sampler"], cell["steps"]) == place]
-            line[f"{steps} steps"] = _cell(found)
-        table.append(line)
+    own = [row for row in _on_cores(rows) if row["way"] == way]
+    own = [{**cell, "networks": "UNets" if cell["network"] in UNETS else "DiTs"} for cell in cells(own)]
+    numbers = [f"{steps} steps" for steps in sorted({cell["steps"] for cell in own})]
+    table = []
+    for place, group in report.grouped(own, ("networks", "sampler")):
+        line = {f"{at['steps']} steps": _cell(found) for at, found in report.grouped(group, ["steps"])}
+        table.append({**place, **dict.fromkeys(numbers), **line})
     return table
 
 
-def _sort(network: str) -> str:
-    return "UNets" if network in ("unet", "vpred") else "DiTs"
-
-
-def _cell(found: Sequence[report.Row]) -> str | None:
-    if not found:
-        return None
+def _cell(found: Sequence[report.Row]) -> str:
     if not any(cell["skips"] for cell in found):
         return "nothing skipped"
-    share, mean, worst = (
-        fmean(c["share"] for c in found),
-        fmean(c["mean"] for c in found),
-        min(c["worst"] for c in found),
-    )
-    return f"{share:.2f} → {mean:.0f} ({worst:.0f})"
+    share, mean = (fmean(cell[name] for cell in found) for name in ("share", "mean"))
+    return f"{share:.2f} → {mean:.0f} ({min(cell['worst'] for cell in found):.0f})"
 
 
 LEGEND = f"""\
@@ -409,8 +374,8 @@ LEGEND = f"""\
 **dB** is the PSNR of the final latent to the uncached run's, with its own range of values as the peak. Images are made
 one at a time, at {SIDE}×{SIDE} latent places. *Over fewer steps*: the same sampler with as many steps as the FLOPs are
 worth, and nothing cached, against the same uncached run. A cell is a network, sampler, number of steps and CFG. FLOPs
-are over all cells; those in which nothing was skipped are left out of the means of dB."""
-
+are over all cells; those in which nothing was skipped are left out of the means of dB. Of other caches, what a skipped
+call still runs is counted of DeepCache of Ma et al. alone: the first block is little of a large network."""
 
 MARK = "<!-- Below: written by dev.py bench deepcache. -->"
 """Begins what is generated; the text above it is not."""
@@ -419,7 +384,7 @@ INTRODUCTION = """\
 Written by `dev.py bench deepcache --out docs` on four small networks that were trained for it: a UNet of SD1.5's kind
 ([toy_unet.md](../dev/bench/data/toy_unet.md)), a DiT of Flux's ([toy_dit.md](../dev/bench/data/toy_dit.md)),
 an MMDiT of SD3's ([toy_mmdit.md](../dev/bench/data/toy_mmdit.md)) and a UNet with v-prediction
-([toy_vpred.md](../dev/bench/data/toy_vpred.md)). `dev.py bench quality --checkpoint FILE` measures a checkpoint of
+([toy_vpred.md](../dev/bench/data/toy_vpred.md)). `dev.py bench quality --model FILE` measures a checkpoint of
 yours. Each image: `deepcache.json`. What it comes to: [measurements.md](measurements.md#deepcache)."""
 
 

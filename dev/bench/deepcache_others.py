@@ -1,22 +1,21 @@
-"""The rules by which other caches skip, on the layers by which ours does: TeaCache's (Liu et al., arXiv 2411.19108),
-First Block Cache's and cache-dit's (by their documents); core's EasyCache and LazyCache as their nodes make them.
+"""The caches that DeepCache is measured beside: the method that the node is named for (Ma et al., arXiv 2312.00858),
+the rules of TeaCache (Liu et al., arXiv 2411.19108), First Block Cache and cache-dit (by their documents), and core's
+EasyCache and LazyCache as their nodes make them.
 
-Each decides call by call, by how much something has changed since another call, in L1 norm. What decides how often is
-one threshold, which the bench sets so that as much is skipped as by ours. Import it after `inprocess.boot`.
+Each decides call by call, by one number that the bench sets so that as much is skipped as by ours. Import it after
+`inprocess.boot`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import comfy_extras.nodes_easycache as core
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.splits.layouts import find_split
 
 from .flops import Flops
 
@@ -26,170 +25,147 @@ SUBSAMPLE = 1
 WARM_UP, LONGEST = 4, 3
 """Of cache-dit's rule: calls in full at the beginning, and the most to skip in a row."""
 
-_FIRST_BLOCKS: dict[str, tuple[str, str, Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
-    "Flux": ("double_blocks.0", "img_attn.qkv", lambda args, kwargs: kwargs["img"], lambda out: out[0]),
-    "OpenAISignatureMMDITWrapper": (
-        *("joint_blocks.0", "x_block.attn.qkv"),
-        *(lambda args, kwargs: args[1], lambda out: out[1]),
-    ),
-    "UNetModel": ("input_blocks.1.0", "out_layers", lambda args, kwargs: args[0], lambda out: out),
-}
-"""Class of a network → its first block, the layer in it that is given the picture's tokens with the noise level in
-them, and these tokens among what the block is given and returns."""
-
-
-class _Seen(Exception):
-    """Ends a call as soon as its signal is there."""
-
-
-class _Kept(dict):
-    """What full calls give, by part of the split, in place of a run's Features: the last, or on a line the next."""
-
-    call, is_line = 0, False
-
-    def exchange(self, keys: Any, feature: torch.Tensor, part: Any = 0, owned: bool = False) -> torch.Tensor:
-        self[part] = [(self.call, feature.clone()), *self.get(part, [])[:1]]
-        return feature
-
-    def gather(self, keys: Any, part: Any = 0) -> torch.Tensor:
-        (last, newest), *before = self[part]
-        if not self.is_line or not before:
-            return newest.clone()
-        return newest + (newest - before[0][1]) * (self.call - last) / (last - before[0][0])
-
-    def cannot_keep(self, error: Exception) -> None:
-        raise error
+_INSIDE = {"Flux": "img_attn.qkv", "OpenAISignatureMMDITWrapper": "x_block.attn.qkv", "UNetModel": "out_layers"}
+"""Class of a network → the layer of its first block that is given the picture with the noise level in it."""
 
 
 class Rule:
-    """Around the model's calls in one image. `changed` is the signal's change since `known`, a share of that."""
+    """Around the model's calls in one image. Each runs the first block and the last layer; a skipped one has none of
+    the blocks between. Transformers' tokens get what these added to them in full calls; the last block of a UNet gets
+    what they gave it, beside what the latent's convolution gives now, as in DeepCache.
 
-    is_line = False
-    runs_first = True
-    """Whether a skipped call runs the first block, by what it adds the rule decides."""
+    `changed` is the change of what the first block adds since the last full call, as a share in L1 norm.
+    """
+
+    is_line = looks_inside = is_counted = False
+    """Whether it goes on with a line in calls; whether `changed` is of what enters the first block, since the call
+    before; whether what skipped calls still run is counted: in networks of many blocks a first one is little."""
 
     def __init__(self, flops: Flops, threshold: float):
-        self._flops, self._threshold, self._kept = flops, threshold, _Kept()
-        self._kept.is_line = self.is_line
-        self._split: Any = None
-        self._known: torch.Tensor | None = None
-        self._in_a_row, self._sum = 0, 0.0
+        self._flops, self._threshold = flops, threshold
+        self._kept: list[tuple[int, torch.Tensor]] = []
+        """The last two full calls, the newest first, and what they gave."""
+        self._known = self._inside = self._returned = torch.zeros(())
+        self._call, self._in_a_row, self._sum, self._is_last, self._skips = -1, 0, 0.0, False, False
 
-    def skips(self, changed: float, signal: torch.Tensor, is_last: bool) -> bool:
+    def skips(self, changed: float) -> bool:
         return changed < self._threshold
 
     def __call__(self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        network, options = executor.class_obj.diffusion_model, args[3]
-        self._split = self._split or self._made_split(network)
-        with self._flops.paused():
-            signal = self._signal(network, lambda: executor(x, t, *args, **kwargs))
-        changed = float("inf") if self._known is None else _change(signal, self._known)
-        is_last = bool(options["sample_sigmas"][-2] >= t.max() * (1 - 1e-4))
-        skips = self._known is not None and self.skips(changed, signal, is_last)
-        self._in_a_row = self._in_a_row + 1 if skips else 0
-        if not skips or not self.runs_first:
+        self._is_last = bool(args[3]["sample_sigmas"][-2] >= t.max() * (1 - 1e-4))
+        self._call += 1
+        layers = dict(self._layers(executor.class_obj.diffusion_model))
+        with self._flops.paused(lambda: self._skips and not self.is_counted), substituted(layers, Order.CACHED):
+            return executor(x, t, *args, **kwargs)
+
+    def _layers(self, network: Any) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:
+        is_unet = hasattr(network, "input_blocks")
+        if is_unet:
+            parts = (*network.input_blocks[1:], network.middle_block, *network.output_blocks[:-1])
+            first, *deep = (layer for part in parts for layer in part)
+            last, fresh = network.output_blocks[-1][0], network.model_channels
+        else:
+            names = ("double_blocks", "single_blocks", "joint_blocks")
+            first, *deep = (block for name in names for block in getattr(network, name, ()))
+            last, fresh = network.final_layer, 0
+        yield first, partial(self._run_first, first)
+        yield from ((block, partial(self._run_deep, block)) for block in deep)
+        yield last, partial(self._run_last, fresh)
+        yield first.get_submodule(_INSIDE[type(network).__name__]), self._look_inside
+
+    def _look_inside(self, inner: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        self._inside = x.clone()
+        return inner(x)
+
+    def _run_first(self, block: torch.nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = _picture(block, _passed(block, args, kwargs)).clone()  # a block may write to it
+        out = inner(*args, **kwargs)
+        self._returned = _picture(block, out).clone()
+        signal = self._inside if self.looks_inside else self._returned - given
+        changed = ((signal - self._known).abs().mean() / self._known.abs().mean()).item() if self._kept else 0.0
+        self._skips = bool(self._kept) and self.skips(changed)
+        self._in_a_row = self._in_a_row + 1 if self._skips else 0
+        if self.looks_inside or not self._skips:
             self._known = signal
-        layers = self._split.skip_layers if skips else self._split.full_layers
-        with ExitStack() as around:
-            if skips:
-                around.enter_context(self._flops.paused())
-            around.enter_context(substituted(layers(self._kept, [SimpleNamespace(shape=x.shape)]), Order.CACHED))
-            out = executor(x, t, *args, **kwargs)
-        self._kept.call += 1
         return out
 
-    def _made_split(self, network: torch.nn.Module) -> Any:
-        split = find_split(network)
-        if self.runs_first and hasattr(split, "spans"):
-            span = split.spans[0]
-            span.blocks = span.blocks[1:]
-            span.first = span.blocks[0]
-        elif self.runs_first:
-            split.silent = split.silent[2:]
-        return split
+    def _run_deep(self, block: torch.nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _passed(block, args, kwargs) if self._skips else inner(*args, **kwargs)
 
-    def _signal(self, network: torch.nn.Module, call: Callable[[], Any]) -> torch.Tensor:
-        block, layer, before, after = _FIRST_BLOCKS[type(network).__name__]
-        seen: list[torch.Tensor] = []
-        hooks = []
-
-        def see_given(module: Any, args: Any, kwargs: Any) -> None:
-            seen.append((before(args, kwargs) if self.runs_first else args[0]).clone())  # a block may write to it
-            if not self.runs_first:
-                raise _Seen
-
-        def see_returned(module: Any, args: Any, out: Any) -> None:
-            seen.append(after(out) - seen.pop())
-            raise _Seen
-
-        module = network.get_submodule(block if self.runs_first else f"{block}.{layer}")
-        hooks = [module.register_forward_pre_hook(see_given, with_kwargs=True)]
-        hooks += [module.register_forward_hook(see_returned)]
-        try:
-            call()
-        except _Seen:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return seen[0]
+    def _run_last(self, fresh: int, inner: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """fresh: channels of a UNet's that no block between has to do with, which come last."""
+        deep, own = (x[:, :-fresh], x[:, -fresh:]) if fresh else (x - self._returned, self._returned)
+        if not self._skips:
+            self._kept = [(self._call, deep.clone()), *self._kept[:1]]
+            return inner(x, *args, **kwargs)
+        (last, deep), *before = self._kept
+        if self.is_line and before:
+            deep = deep + (deep - before[0][1]) * (self._call - last) / (last - before[0][0])
+        return inner(torch.cat((deep, own), 1) if fresh else own + deep, *args, **kwargs)
 
 
-def _change(signal: torch.Tensor, known: torch.Tensor) -> float:
-    return ((signal - known).abs().mean() / known.abs().mean()).item()
+def _passed(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What the block would return if it added nothing."""
+    if "txt" in kwargs:
+        return kwargs["img"], kwargs["txt"]
+    return args[:2] if hasattr(block, "x_block") else args[0]
 
 
-class FirstBlockCache(Rule):
-    """Skips where what the first block adds is as in the last full call."""
+def _picture(block: torch.nn.Module, out: Any) -> torch.Tensor:
+    """The picture's part of what the block returns: SD3's has it behind the text's."""
+    return out if isinstance(out, torch.Tensor) else out[hasattr(block, "x_block")]
+
+
+class DeepCache(Rule):
+    """As of Ma et al., whatever changes: full at the multiples of an interval, which may lie between whole calls."""
+
+    is_counted = True
+
+    def skips(self, changed: float) -> bool:
+        return int(self._call / self._threshold) == int((self._call - 1) / self._threshold)
 
 
 class CacheDit(Rule):
-    """So does this, but for some calls at the beginning and a few in a row; goes on with a line in steps."""
+    """As First Block Cache, but for some calls at the beginning and a few in a row; goes on with a line."""
 
     is_line = True
 
-    def skips(self, changed: float, signal: torch.Tensor, is_last: bool) -> bool:
-        return self._kept.call >= WARM_UP and self._in_a_row < LONGEST and changed < self._threshold
+    def skips(self, changed: float) -> bool:
+        return self._call >= WARM_UP and self._in_a_row < LONGEST and changed < self._threshold
 
 
 class TeaCache(Rule):
-    """Skips until the changes from call to call of what enters the first block come to the threshold. Without the
-    polynomial that its authors fit to each model."""
+    """Skips until the changes come to the threshold. Without the polynomial that its authors fit to each model."""
 
-    runs_first = False
+    looks_inside = True
 
-    def skips(self, changed: float, signal: torch.Tensor, is_last: bool) -> bool:
+    def skips(self, changed: float) -> bool:
         self._sum += changed
-        if self._sum < self._threshold and not is_last:
+        if self._sum < self._threshold and not self._is_last:
             return True
         self._sum = 0.0
         return False
 
 
-def _ruled(rule: type[Rule]) -> Callable[[Any, Flops, float], Any]:
-    def made(model: Any, flops: Flops, threshold: float) -> Any:
-        clone = model.clone()
-        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "rule", rule(flops, threshold))
-        return clone
-
-    return made
+def _by_rule(rule: type[Rule], model: Any, flops: Flops, threshold: float) -> Any:
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "rule", rule(flops, threshold))
+    return clone
 
 
-def _of_core(node: Any) -> Callable[[Any, Flops, float], Any]:
-    def made(model: Any, flops: Flops, threshold: float) -> Any:
-        defaults = {entry.id: entry.default for entry in node.define_schema().inputs if entry.id != "model"}
-        clone = node.execute(model, **{**defaults, "reuse_threshold": threshold}).args[0]
-        clone.model_options["transformer_options"]["easycache"].subsample_factor = SUBSAMPLE
-        return clone
-
-    return made
+def _by_node(node: Any, model: Any, flops: Flops, threshold: float) -> Any:
+    defaults = {entry.id: entry.default for entry in node.define_schema().inputs if entry.id != "model"}
+    clone = node.execute(model, **{**defaults, "reuse_threshold": threshold}).args[0]
+    clone.model_options["transformer_options"]["easycache"].subsample_factor = SUBSAMPLE
+    return clone
 
 
 MADE: dict[str, Callable[[Any, Flops, float], Any]] = {
-    "cache-dit": _ruled(CacheDit),
-    "TeaCache": _ruled(TeaCache),
-    "First Block Cache": _ruled(FirstBlockCache),
-    "EasyCache": _of_core(core.EasyCacheNode),
-    "LazyCache": _of_core(core.LazyCacheNode),
+    "DeepCache of Ma et al.": partial(_by_rule, DeepCache),
+    "cache-dit": partial(_by_rule, CacheDit),
+    "TeaCache": partial(_by_rule, TeaCache),
+    "First Block Cache": partial(_by_rule, Rule),
+    "EasyCache": partial(_by_node, core.EasyCacheNode),
+    "LazyCache": partial(_by_node, core.LazyCacheNode),
 }
 """By each of `deepcache.OTHERS`: makes a clone of a ModelPatcher for one image, with a threshold."""

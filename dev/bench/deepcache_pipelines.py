@@ -14,7 +14,6 @@ from unittest.mock import patch
 import diffusers
 import safetensors.torch
 import torch
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from diffusers.loaders import single_file_utils
@@ -30,7 +29,7 @@ _ABSENT = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
 class FluxPipeline:
-    """Samples without guidance. `full` counts the full steps of the newest image."""
+    """Samples without guidance."""
 
     def __init__(self) -> None:
         self._model = diffusers.FluxTransformer2DModel(**_LAYOUT).eval()
@@ -39,6 +38,11 @@ class FluxPipeline:
         self._pipe = diffusers.FluxPipeline(scheduler, **dict.fromkeys(_ABSENT), transformer=self._model)
         self._pipe.set_progress_bar_config(disable=True)
         self._full = 0
+        """Steps of the newest image in which the last block ran."""
+        self._model.single_transformer_blocks[-1].proj_mlp.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._full += 1
 
     def made(
         self, steps: int, seed: int, context: AbstractContextManager[None] | None = None
@@ -49,20 +53,10 @@ class FluxPipeline:
         noise, self._full = torch.Generator().manual_seed(seed), 0
         with context or nullcontext():
             out = self._pipe(height=128, width=128, num_inference_steps=steps, generator=noise, **given)
-        return out.images.flatten(1), (self._full or steps) / steps
+        return out.images.flatten(1), self._full / steps
 
-    @contextmanager
-    def ours(self, target: float) -> Iterator[None]:
-        def hear(name: str, data: Any) -> None:
-            if name == "deep_cache_run":
-                self._full = data["skipping"].full_steps
-
-        unsubscribe = subscribe(hear)
-        try:
-            with deep_cache(self._pipe, DeepCacheSettings(target)):
-                yield
-        finally:
-            unsubscribe()
+    def ours(self, target: float) -> AbstractContextManager[None]:
+        return deep_cache(self._pipe, DeepCacheSettings(target))
 
     def first_block(self, threshold: float) -> AbstractContextManager[None]:
         return self._hooked(diffusers.FirstBlockCacheConfig(threshold))
@@ -74,16 +68,11 @@ class FluxPipeline:
 
     @contextmanager
     def _hooked(self, config: Any) -> Iterator[None]:
-        def count(*_: Any) -> None:
-            self._full += 1
-
-        counting = self._model.single_transformer_blocks[-1].proj_mlp.register_forward_hook(count)
         self._model.enable_cache(config)
         try:
             yield
         finally:
             self._model.disable_cache()
-            counting.remove()
 
 
 def _weights() -> dict[str, torch.Tensor]:

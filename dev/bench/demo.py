@@ -199,7 +199,7 @@ def balanced(sheet: Path) -> str:
     torch.set_num_threads(1)  # Layers this narrow gain little from more.
     torch.set_flush_denormal(True)
     benches = {name: deepcache.Bench(name, toy.load(name)) for name, _ in SHOWN}
-    columns, shares, reached, others = [], [], [], []
+    columns, found = [], []
     for network, seed in SHOWN:
         bench, steps = benches[network], SHEET["steps"]
         model = deepcache.apply("Balanced", bench.model, steps)
@@ -208,16 +208,15 @@ def balanced(sheet: Path) -> str:
             skipped, share = bench.made(model, **SHEET, seed=seed)
             count = max(1, round(share * steps))
             fewer, _ = bench.made(bench.model, **{**SHEET, "steps": count}, seed=seed)
-        skipped_db, fewer_db = (similarity.latent_psnr(latent, plain).item() for latent in (skipped, fewer))
+        skipped_db, fewer_db = (similarity.decibels(latent, plain) for latent in (skipped, fewer))
         labels = f"{steps} steps", f"Balanced: {skipped_db:.0f} dB", f"{count} steps: {fewer_db:.0f} dB"
         latents = (plain, skipped, fewer)
         columns.append(
             [(label, pictures.strip(toy_data.view(made))) for label, made in zip(labels, latents, strict=True)]
         )
-        shares.append(share)
-        reached.append(skipped_db)
-        others.append(fewer_db)
+        found.append((share, skipped_db, fewer_db))
     pictures.contact_sheet(sheet, columns)
+    shares, reached, others = zip(*found, strict=True)
     return (
         f"{1 - fmean(shares):.0%} of the work was skipped, and the images are {fmean(reached):.0f} dB from the "
         f"uncached ones ({min(reached):.0f} at worst); as few steps as cost the same: {fmean(others):.0f} dB "

@@ -38,9 +38,7 @@ class Flops:
                 module.register_forward_hook(self._on_call)
 
     def _on_call(self, layer: torch.nn.Module, _, out: torch.Tensor) -> None:
-        made = out.shape[-1] if isinstance(layer, torch.nn.Linear) else out.shape[1]
-        if made == layer.weight.shape[0]:  # a skipped layer itself returns something else
-            self._rows[layer] += out.shape[0]
+        self._rows[layer] += out.shape[0]
 
     def learn(self, call: Callable[[], object]) -> None:
         """Learn from `call`, which calls the model in full, what later calls at the same size take."""
@@ -66,11 +64,12 @@ class Flops:
         self._rows.clear()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the context nothing is counted."""
+    def paused(self, is_wanted: Callable[[], bool]) -> Iterator[None]:
+        """Within the context nothing is counted, where that `is_wanted` at its end."""
         before = self._rows.copy()
         yield
-        self._rows = before
+        if is_wanted():
+            self._rows = before
 
     def take(self) -> float:
         """Operations of all calls since the last `take`, by the latest `learn`."""

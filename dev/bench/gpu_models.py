@@ -47,11 +47,6 @@ class Subject:
     sound: tuple[int, ...] | None = None
 
     @property
-    def has_control_net(self) -> bool:
-        """Whether `Family.control_net` has one for it."""
-        return self.family.model_class in ("SD15", "SDXL", "Flux")
-
-    @property
     def device(self) -> torch.device:
         return comfy.model_management.get_torch_device()
 

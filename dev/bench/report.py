@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,14 @@ def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
+    """What these columns have, and the rows that have it, in the order of the first of each."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return [(dict(zip(names, place, strict=True)), group) for place, group in groups.items()]
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
