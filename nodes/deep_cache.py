@@ -11,7 +11,7 @@ QUALITIES = {"Balanced": BALANCED, "Fast": FAST, "50 dB": 50.0, "45 dB": 45.0, "
 
 
 class AccelDeepCache(io.ComfyNode):
-    """MODEL in, MODEL out: the same model with its blocks skipped on some steps."""
+    """MODEL in, MODEL out: the same model, which is not called in some steps."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -20,10 +20,9 @@ class AccelDeepCache(io.ComfyNode):
             display_name="Accel: DeepCache (step cache)",
             category="accel",
             description=(
-                "Runs the full model only on the steps that matter and extrapolates the rest, which is about half of "
-                "them at 20 to 50 steps, and few or none below about 10 (Turbo, Lightning, LCM). The image changes. "
-                "Works at any size, with any sampler, and with UNets (SD1.5, SDXL) and transformers (Flux, SD3, Wan, "
-                "Qwen-Image)."
+                "Calls the model only in the steps that matter and extrapolates its result in the others: about half "
+                "at 20 to 50 steps, and few or none below about 10 (Turbo, Lightning, LCM). The image changes. Works "
+                "with any model, size and sampler, and with ControlNets."
             ),
             search_aliases=["deep cache", "step cache", "teacache", "easycache", "skip steps", "TaylorSeer"],
             inputs=[
@@ -50,9 +49,8 @@ class AccelDeepCache(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Start skipping here; every step before it runs in full. 0 = from the fourth step on, if "
-                        "it can be extrapolated. Raise it to keep the composition closer to the image without this "
-                        "node."
+                        "Start skipping here; every step before it runs in full. 0 = after the first three steps and "
+                        "the first tenth. Raise it to keep the composition closer to the image without this node."
                     ),
                 ),
                 make_input(
@@ -65,8 +63,8 @@ class AccelDeepCache(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Stop skipping here; every step after it runs in full. 1 = to the end. Lower it to keep fine "
-                        "detail closer to the image without this node."
+                        "Stop skipping here; every step after it runs in full. 1 = to the last step, which is always "
+                        "full. Lower it to keep fine detail closer to the image without this node."
                     ),
                 ),
             ],
