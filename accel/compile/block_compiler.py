@@ -52,7 +52,6 @@ _OPEN_QUESTIONS = ("data-dependent", "unbacked symbols", "shape error in scatter
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
 
-
 Tracing = Callable[[], AbstractContextManager[None]]
 
 _numbers = itertools.count()

@@ -40,11 +40,7 @@ class Inductor(AheadOfTime):
         self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable
     ) -> tuple[Artifact, list[types.ModuleType]]:
         """The artifact, and the generated code that it runs."""
-        with (
-            generated_code.collected() as modules,
-            code_generation(device_of(tensors)),
-            generated_code.building_told(),
-        ):
+        with generated_code.collected() as modules, code_generation(device_of(tensors)), generated_code.building_told():
             compiled = compile_function(function, tensors, backend)
         save = functools.partial(_save, compiled, modules)
         nbytes = generated_code.bytes_of(modules)

@@ -7,7 +7,10 @@ Tracing runs nothing of the block, so all that is asked of its code is asked the
 
 from __future__ import annotations
 
+import ast
 import itertools
+import math
+import operator
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,6 +27,18 @@ from ..signature.tensors import tensors_in
 
 _PLAIN = (bool, float, str, type(None), torch.dtype)
 _TENSOR = re.compile(r"L\['tensors'\]\[(\d+)\]")
+_NUMBER = re.compile(_TENSOR.pattern + r"\.(size|stride)\(\)\[(\d+)\]")
+_LONGEST = 1 << 12  # characters in what is asked, of which 653 were seen: of 30000, Python's parser may crash
+
+_DOES: dict[Any, Callable[..., Any]] = {
+    **{getattr(ast, name): getattr(operator, name.lower()) for name in ("Add", "Sub", "FloorDiv", "Mod")},
+    **{ast.Mult: operator.mul, ast.Div: operator.truediv, ast.USub: operator.neg, ast.Not: operator.not_},
+    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt},
+    **{ast.GtE: operator.ge, ast.And: lambda *values: all(values), ast.Or: lambda *values: any(values)},
+    **{"max": max, "min": min, "abs": abs, "torch.sym_float": float, "math.sqrt": math.sqrt},
+    **{"math.floor": math.floor, "math.ceil": math.ceil, "math.trunc": math.trunc},
+}
+"""What torch asks in. Not powers, which may be huge: it writes products."""
 
 
 class Trace:
@@ -130,8 +145,24 @@ class Trace:
 
 
 def holds(asked: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the sizes of these tensors are as `Trace.asked` says."""
-    return not asked or bool(eval(asked, torch_internals.GUARD_NAMES.get(), {"L": {"tensors": tensors}}))
+    """Whether the sizes of these tensors are as `Trace.asked` says; not for a stranger's text, as a store may have."""
+    try:
+        text = _NUMBER.sub(lambda found: str(getattr(tensors[int(found[1])], found[2])()[int(found[3])]), asked)
+        return not text or len(text) <= _LONGEST and bool(_value(ast.parse(text, mode="eval").body))
+    except (SyntaxError, ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError):
+        return False
+
+
+def _value(node: ast.AST) -> Any:
+    """What an expression of numbers gives; TypeError or KeyError for any other. No number is longer than its text."""
+    if isinstance(node, ast.Constant):
+        return node.value + 0
+    if isinstance(node, ast.Call):
+        return _DOES[ast.unparse(node.func)](*map(_value, (*node.args, *node.keywords)))
+    values = [_value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+    if isinstance(node, ast.Compare):
+        return all(_DOES[type(op)](*pair) for op, pair in zip(node.ops, itertools.pairwise(values), strict=True))
+    return _DOES[type(getattr(node, "op", node))](*values)
 
 
 def _placeholders(graph: torch.fx.Graph) -> Iterator[tuple[int, torch.fx.Node]]:

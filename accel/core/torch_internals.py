@@ -111,7 +111,6 @@ ALLOWED = Internal("torch._dynamo.trace_rules", "_allowed_callable_ids", _SETTIN
 
 COMPILER_AROUND = Internal("torch._C._dynamo.eval_frame", "get_eval_frame_callback", _COMPILED_TWICE)
 SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", _COMPILED_TWICE)
-GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", _EAGERLY)
 
 _FAKE = "torch._subclasses.fake_tensor"
 FAKE_TENSOR = Internal(_FAKE, "FakeTensor", "caches of quantised weights may keep tensors of a trace")
@@ -210,7 +209,6 @@ OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
 """Names that only torch for CUDA has."""
 
 ALL = tuple(value for value in list(globals().values()) if type(value) is Internal)
-
 
 _to_skip: list[Any] = []
 

@@ -40,7 +40,6 @@ from .resolver import CodePending, GraphResolver, ResolvedGraph
 compiler_around = COMPILER_AROUND.get(lambda: None)
 """What compiles the code that runs in this thread now; None where nothing does."""
 
-
 COMPILED, COMPARED = "compiled", "compared"
 """Ways of a block's call: by its graph, and by both it and the block. The others are why it ran uncompiled."""
 

@@ -31,7 +31,6 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch
 
 _VALUES = (float, str, torch.Size)
 
-
 STAND_INS: dict[str, Callable[[types.FunctionType], Any]] = {}
 """By module, for functions among the arguments: the constant that a graph gets in place of one; None for none."""
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.specialization import holds
 from kit.blocks import Block, reasons, runner
 
 
@@ -129,3 +130,39 @@ def test_inputs_that_are_written_to_are_written_to_by_the_graph(write):
             assert torch.equal(stand_in(block, x, given), block(x, expected))
     assert torch.equal(given, expected) and not torch.equal(given, y)
     assert cache.statistics()["graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("", True),
+        ("2 <= L['tensors'][0].size()[0] and L['tensors'][0].size()[1] <= 2147483647", True),
+        ("4 <= L['tensors'][0].size()[0] < 6", False),
+        ("L['tensors'][0].stride()[0] == 5*L['tensors'][0].size()[2]", False),
+        ("L['tensors'][0].stride()[0] == L['tensors'][0].size()[1]*L['tensors'][0].size()[2]", True),
+        ("((-4) + L['tensors'][1].size()[0]) != 0 or not (1 == 1)", True),
+        ("(L['tensors'][0].size()[2] % 3) == 2 and L['tensors'][0].size()[2] // 2 == 2", True),
+        ("max(3, L['tensors'][0].size()[2], 4) == 5 and math.floor(0.5*L['tensors'][0].size()[2]) == 2", True),
+        ("math.trunc(torch.sym_float(L['tensors'][1].size()[0]) / 2.0) == 3 or (7 > 8)", True),
+    ],
+)
+def test_what_a_trace_asks_of_sizes_is_answered(asked, expected):
+    assert holds(asked, [torch.empty(3, 4, 5), torch.empty(7)]) is expected
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("().__class__.__base__", "L['tensors']", "torch.load", "math.inf.__class__", "max.__call__(1)"),
+        *("print(1) or 1", "__import__('os').getpid()", "(lambda: 1)()", "max(*(1, 2))", "max(1, 2, key=abs)"),
+        *("[1 for _ in (1,)]", "(x := 1)", "f'{1}'", "'a'*9 != 1", "[1]*9 != 1", "None", "...", "{1: 1}", "yield"),
+        *("9**9**9**9", "1 << 9**9", "round(5, -10**9)", "1 // 0 == 0", "1e308*10 == 1j or 1j < 1", "1 +", "1\x00"),
+        *("L['tensors'][9].size()[0] == 1", "L['tensors'][0].size()[9] == 1", "L['tensors'][0].numel() == 60"),
+        *("-" * 4000 + "1", "-" * 10**6 + "1", "1+" * 10**6 + "1", "(" * 4000, "not " * 1000 + "0", "9" * 10**6),
+    ],
+    ids=lambda asked: asked[:20],
+)
+def test_what_no_trace_asks_is_refused_and_runs_nothing(asked):
+    """As a stranger may have written it into a store."""
+    assert holds(asked, [torch.empty(3, 4, 5)]) is False

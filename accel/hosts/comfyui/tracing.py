@@ -55,11 +55,7 @@ def traceable(traces: bool = False) -> Iterator[None]:
     with _tracing_lock:
         _threads_tracing += 1
         casts = [(comfy.ops, name, getattr(vars(comfy.ops).get(name), _HIDDEN, None)) for name in _CASTS]
-        for module, name, function in (
-            *casts,
-            *_kitchen_stand_ins(),
-            *(attention.stand_ins() if traces else ()),
-        ):
+        for module, name, function in (*casts, *_kitchen_stand_ins(), *(attention.stand_ins() if traces else ())):
             if function is not None and (module, name) not in _replaced:
                 _replaced[module, name] = getattr(module, name)
                 setattr(module, name, function)

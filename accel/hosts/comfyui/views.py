@@ -17,7 +17,6 @@ import torch
 Around = Callable[[Any], AbstractContextManager]
 """Makes the context for one call of a view. Deep copies of the view have a deep copy of it."""
 
-
 _VAE_CALLS = ("decode", "encode")
 """Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""
 

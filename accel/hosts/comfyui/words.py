@@ -45,7 +45,6 @@ SENTENCES.update(
     weights_streamed="not all of its weights can stay in VRAM beside a CUDA graph (dynamic VRAM, or loaded in part)",
 )
 
-
 _ADVICE = {
     "line_traced": "Choose the backend inductor.",
     LOADED_IN_PART: "A smaller or quantized model, a smaller batch, or closing other programs helps most.",
