@@ -22,6 +22,7 @@ from ..core.torch_internals import (
     GENERATED_CALL,
     GRID,
     LAUNCHES,
+    LOADED_CODE,
     STATIC_KERNEL,
     lacking,
 )
@@ -111,12 +112,14 @@ def _output(out: Any, results: Any) -> Callable | None:
     return choose if type(out) is tuple else lambda results: list(choose(results))
 
 
-_LAUNCHER = """
-def run({names}, stream):
-    if _profiler._is_profiler_enabled or _modes():
-        return _torchs({names}, stream=stream)
-    {prefix}
-    _launch(_function, {grid.x_grid}, {grid.y_grid}, {grid.z_grid}, _warps, _shared, _types, ({values},), stream)
+_LAUNCHER = """# in which torch has the sizes of a grid as text; it loads this as it does its own code
+def launcher(_profiler, _modes, _torchs, _launch, _function, _warps, _shared, _types):
+    def run({names}, stream):
+        if _profiler._is_profiler_enabled or _modes():
+            return _torchs({names}, stream=stream)
+        {prefix}
+        _launch(_function, {grid.x_grid}, {grid.y_grid}, {grid.z_grid}, _warps, _shared, _types, ({values},), stream)
+    return run
 """
 
 
@@ -148,17 +151,16 @@ def _launch_directly(frame: Any, launch: Callable) -> None:
     values = [name for at, name in enumerate(kernel.arg_names) if at not in kernel.full_constexprs]
     values += ["None"] * (len(given["args"]) - len(values))  # memory that torch launches no kernel statically with
     grid = GRID.get()(autotuner.inductor_meta, settled.config)
-    parts = {"names": ", ".join(names), "values": ", ".join(values), "prefix": "\n    ".join(grid.prefix)}
+    parts = {"names": ", ".join(names), "values": ", ".join(values), "prefix": "\n        ".join(grid.prefix)}
+    launched = LOADED_CODE.get()(_LAUNCHER.format(grid=grid, **parts)).launcher
     constants = kernel.num_warps, kernel.shared, given["arg_tys"]
-    scope = dict(zip(("_warps", "_shared", "_types"), constants, strict=True), _function=kernel.function)
-    scope |= {"_profiler": torch.autograd.profiler, "_modes": DISPATCH_MODES.get()}
-    scope |= {"_torchs": None, "_launch": lambda *arguments: passed.append(arguments)}
-    exec(_LAUNCHER.format(grid=grid, **parts), scope)
-    scope["run"](*[launcher.f_locals[name] for name in names], stream=given["stream"])
+    seen_by = torch.autograd.profiler, DISPATCH_MODES.get()
+    tried = launched(*seen_by, None, lambda *arguments: passed.append(arguments), kernel.function, *constants)
+    tried(*[launcher.f_locals[name] for name in names], stream=given["stream"])
     function = given.get("function", kernel.function)  # newer torch may have one for each device
     sizes = given["grid_x"], given["grid_y"], given["grid_z"]
     if passed == [(function, *sizes, *constants, given["args"], given["stream"])]:
-        scope |= {"_torchs": torchs.__get__(autotuner), "_launch": launch}
+        run = launched(*seen_by, torchs.__get__(autotuner), launch, function, *constants)
         generated = of_autotuner.f_back.f_globals
         for name in [name for name, value in generated.items() if value is autotuner]:
-            generated[name] = Launched(autotuner, scope["run"])
+            generated[name] = Launched(autotuner, run)

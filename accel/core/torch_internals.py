@@ -165,6 +165,7 @@ STATIC_KERNEL = Internal(
     "torch._inductor.runtime.static_triton_launcher", "StaticallyLaunchedTritonKernel.run", _LAUNCHED, since="2.11"
 )
 DISPATCH_MODES = Internal("torch._C", "_len_torch_dispatch_stack", _LAUNCHED)
+LOADED_CODE = Internal("torch._inductor.codecache", "PyCodeCache.load", _LAUNCHED)
 
 _WAITED_FOR = "images wait for the code of blocks"
 GRAPH_PICKLER = Internal("torch.fx._graph_pickler", "GraphPickler", _WAITED_FOR)
@@ -202,7 +203,7 @@ BESIDE = (
     *(*SAVING, KERNEL_BUILDER, *KERNELS_BESIDE, PATTERNS, PADDING_TIMES, NO_CONTEXT),
 )
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
-LAUNCHES = (AUTOTUNED, GRID, STATIC_KERNEL, DISPATCH_MODES)
+LAUNCHES = (AUTOTUNED, GRID, STATIC_KERNEL, DISPATCH_MODES, LOADED_CODE)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
 BUILT_KERNELS = (CODE_CACHE, WRITE, CACHE_FOLDER, TENSOR_ADDRESS)
 OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)

@@ -116,12 +116,12 @@ def passed(made, *shape):
     seen, runs = [], {kernel: kernel.run for kernel in direct(made)}
 
     def both(kernel, run, *arguments, stream):
-        scope, (launcher,), own, torchs = run.__globals__, kernel.launchers, [], []
+        (launcher,), own, torchs = kernel.launchers, [], []
         static = launcher.__globals__["runner"].__self__
-        launch = scope["_launch"]
-        scope["_launch"] = lambda *given: own.append(given)
+        cell = run.__closure__[run.__code__.co_freevars.index("_launch")]
+        launch, cell.cell_contents = cell.cell_contents, lambda *given: own.append(given)
         run(*arguments, stream=stream)
-        scope["_launch"] = launch
+        cell.cell_contents = launch
         vars(static)["C_impl"] = SimpleNamespace(_launch_kernel=lambda *given: torchs.append(given))
         AUTOTUNED.get()(kernel.autotuner, *arguments, stream=stream)
         del vars(static)["C_impl"]
