@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import BinaryIO
 UNFINISHED = ".tmp"
 """Suffix of unfinished files."""
 
-UNFINISHED_NAME = re.compile("[0-9a-f]+" + re.escape(UNFINISHED))
+UNFINISHED_NAME = re.compile("[0-9a-f]{16}" + re.escape(UNFINISHED))
 """Names of our own unfinished files."""
 
 _PATIENCE = 1.0
@@ -54,7 +55,7 @@ def open_file(path: Path) -> BinaryIO:
 
     Raises OSError: it is not a regular file, and a pipe might never end; FileNotFoundError where there is none.
     """
-    if path.exists() and not path.is_file():
+    if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
     return open(path, "rb")
 

@@ -16,7 +16,7 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, open_file, write_who
 LEFTOVER = 3600.0
 """Seconds after which an unfinished file counts as abandoned."""
 
-_SAVED = re.compile(r"[0-9a-f]+-[0-9a-f]+\.graph")
+_SAVED = re.compile(r"[0-9a-f]{1,64}-[0-9a-f]{12}\.graph")
 """Names of saved graphs."""
 
 

@@ -73,6 +73,21 @@ def test_reading_what_is_no_file_ends_in_a_sentence(folder):
     assert [file.name for file in folder.files()] == ["file"]
 
 
+def test_file_that_another_process_deletes_while_it_is_opened_is_missing_and_no_fault_of_the_disk(folder, monkeypatch):
+    folder.write("a", b"x")
+    stat = type(folder.path).stat
+
+    def deleted_after(path, **options):
+        try:
+            return stat(path, **options)
+        finally:
+            path.unlink(missing_ok=True)
+
+    monkeypatch.setattr(type(folder.path), "stat", deleted_after)
+    with pytest.raises(FileNotFoundError):
+        folder.open("a")
+
+
 @pytest.mark.skipif(os.utime not in os.supports_follow_symlinks, reason="a system that cannot date a link itself")
 def test_use_of_a_link_dates_no_other_file(folder):
     folder.write("file", b"x")
@@ -123,15 +138,19 @@ def test_file_that_somebody_reads_on_windows_is_replaced_a_moment_later_or_stays
 
 def test_listing_deletes_nothing_and_pruning_what_is_old(folder):
     kept = write_entry(folder, 1, age=OLD)
-    for name in ("ab.tmp", "cd.tmp", "settings.json", "my.tmp", "x-y.graph"):
+    own, new = "ab" * 8 + ".tmp", "cd" * 8 + ".tmp"
+    others = ("settings.json", "my.tmp", "ab.tmp", "x-y.graph", "2024-11.graph", "ab-cd.graph", "2024-11.json")
+    for name in (own, new, *others):
         folder.write("part", b"part")
         (folder.path / "part").rename(folder.path / name)
-        if name != "cd.tmp":
+        if name != new:
             os.utime(folder.path / name, (time.time() - OLD,) * 2)
     list(folder.files())
-    assert len(list(folder.path.iterdir())) == 6
+    assert len(list(folder.path.iterdir())) == 10
     assert folder.prune(1 << 20) == 0
-    assert {file.name for file in folder.path.iterdir()} == {kept, "cd.tmp", "settings.json", "my.tmp", "x-y.graph"}
+    assert {file.name for file in folder.path.iterdir()} == {kept, new, *others}
+    assert folder.prune(0) == 1
+    assert {file.name for file in folder.path.iterdir()} == {new, *others}
 
 
 def test_graph_of_a_wrong_clock_that_is_used_again_is_as_new_as_any(folder):
@@ -144,7 +163,7 @@ def test_graph_of_a_wrong_clock_that_is_used_again_is_as_new_as_any(folder):
 def test_file_that_cannot_be_deleted_stops_no_pruning(folder, monkeypatch):
     """As open ones on Windows."""
     oldest, old, new = (write_entry(folder, number, age) for number, age in ((1, 300), (2, 200), (3, 100)))
-    unlink, stuck = type(folder.path).unlink, (oldest, "ab.tmp", "cd.tmp")
+    unlink, stuck = type(folder.path).unlink, (oldest, "ab" * 8 + ".tmp", "cd" * 8 + ".tmp")
     for name in stuck[1:]:
         (folder.path / name).write_bytes(b"")
         os.utime(folder.path / name, (time.time() - OLD,) * 2)
