@@ -11,6 +11,7 @@ import os
 import sys
 
 _CONF, _CORES = "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"
+_CHOICES = {**dict.fromkeys(("on", "1", "true", "yes"), True), **dict.fromkeys(("off", "0", "false", "no"), False)}
 _INSTEAD = {
     "flag": "ComfyUI was started with --cuda-malloc",
     "configuration": "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF names another allocator",
@@ -21,16 +22,15 @@ _INSTEAD = {
 def _is_wanted():
     """Whether CUDA graphs are on: what ACCEL_CUDA_GRAPHS says, else the pack's own settings."""
     named = os.environ.get("ACCEL_CUDA_GRAPHS", "").strip().lower()
-    if named in ("on", "off"):
-        return named == "on"
+    if named in _CHOICES:
+        return _CHOICES[named]
     import folder_paths
 
     file = os.path.join(folder_paths.get_user_directory(), "__accel", "preferences.json")
-    try:
-        with open(file, "rb") as opened:
-            return json.loads(opened.read()).get("cuda_graphs") == "on"
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.isfile(file):  # a pipe might never end
         return False
+    with open(file, "rb") as opened:
+        return json.loads(opened.read(1 << 16)).get("cuda_graphs") == "on"
 
 
 def _is_built_for_cuda():

@@ -6,9 +6,11 @@ import logging
 import os
 import runpy
 import sys
+import tracemalloc
 import types
 
 import pytest
+from comfy_accel.accel.hosts.comfyui.server import allocator
 
 from dev import ROOT
 
@@ -100,6 +102,27 @@ def test_turned_on_torch_gets_its_own_and_the_rest_of_the_configuration_stays(st
 def test_the_environment_counts_in_place_of_the_setting(start, when):
     assert start(when, ACCEL_CUDA_GRAPHS="off")[0].accel_allocator is None
     assert start(when, kept=None, ACCEL_CUDA_GRAPHS="On")[0].accel_allocator == "native"
+
+
+@pytest.mark.parametrize(("on", "off"), [("on", "off"), ("1", "0"), ("true", "false"), ("YES", "No"), (" On ", "OFF")])
+def test_words_for_on_and_off_are_those_of_the_running_pack(start, on, off):
+    assert start(EARLY, ACCEL_CUDA_GRAPHS=off)[0].accel_allocator is None and allocator.named() == "off"
+    assert start(EARLY, kept="{}", ACCEL_CUDA_GRAPHS=on)[0].accel_allocator == "native" and allocator.named() == "on"
+    assert start(EARLY, ACCEL_CUDA_GRAPHS=on + "?")[0].accel_allocator == "native" and allocator.named() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on this system")
+def test_settings_that_are_a_pipe_or_have_no_end_are_not_waited_for(start, tmp_path, caplog):
+    kept = tmp_path / "user" / "__accel" / "preferences.json"
+    os.mkfifo(kept)
+    assert start(EARLY, kept=None)[0].accel_allocator is None
+    kept.unlink()
+    with kept.open("wb") as file:
+        file.truncate(300 << 20)
+    tracemalloc.start()
+    assert start(EARLY, kept=None)[0].accel_allocator == "failed" and "left as it is" in caplog.text
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
 
 
 OTHERS = "backend:another"

@@ -20,7 +20,8 @@ from .. import preferences
 from ..home import find
 
 VARIABLE = "ACCEL_CUDA_GRAPHS"
-"""Set to "on" or "off", it counts in place of the setting."""
+"""Set to "on" or "off", or a word for these, it counts in place of the setting; `prestartup_script.py` has them too."""
+_CHOICES = {**dict.fromkeys((ON, "1", "true", "yes"), ON), **dict.fromkeys((OFF, "0", "false", "no"), OFF)}
 
 _INSTEAD = {
     "flag": Reason("graphs_flag"),
@@ -33,8 +34,7 @@ _INSTEAD = {
 
 def named() -> str | None:
     """The choice in the environment: ON, OFF, or None."""
-    name = os.environ.get(VARIABLE, "").strip().lower()
-    return name if name in (ON, OFF) else None
+    return _CHOICES.get(os.environ.get(VARIABLE, "").strip().lower())
 
 
 def state() -> Reason:
