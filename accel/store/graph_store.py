@@ -44,7 +44,6 @@ _MOST_REASONS = 256
 _MOST_OPENED = 4
 """Graphs opened for one call: each may take a second."""
 
-
 _MOST_FAILURES, _PAUSE = 3, 300.0
 
 
@@ -126,6 +125,7 @@ class GraphStore:
             return
         with self._lock:
             self._lookups += 1
+        location.warn_of_others(self._folder)
         with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
             yield from self._candidates(digest, here, name, interrupts)

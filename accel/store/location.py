@@ -6,6 +6,7 @@ wherever it likes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -59,6 +60,14 @@ def max_bytes(home: Path | None) -> int:
     if given:
         _warn_once(f"{LIMIT_VARIABLE} is {given!r}, which is no whole number of MB, and counts as unset.")
     return (settings.DEFAULT_STORE_MB if home is None else settings.read(home).store_mb) << 20
+
+
+def warn_of_others(folder: Folder) -> None:
+    """Say so, once, where other people than this one may write to the folder."""
+    with contextlib.suppress(OSError):
+        found = folder.path.stat()
+        if os.name != "nt" and (found.st_mode & 0o002 or os.getuid() not in (0, found.st_uid) and found.st_uid):
+            _warn_once(f"Others may write to {folder}, and graphs there run as code: name another in {VARIABLE}.")
 
 
 @functools.lru_cache(maxsize=4)

@@ -137,3 +137,27 @@ def test_cache_gets_its_store_once_and_none_where_none_is_wanted(tmp_path, monke
     assert first is not None and not list(tmp_path.iterdir())
     graph_store.attach(cache, lambda: tmp_path / "other")
     assert cache.store is first
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there the folder's list of rights says so")
+@pytest.mark.parametrize(
+    ("mode", "owner", "user", "said"),
+    [
+        *((0o755, 1000, 1000, 0), (0o775, 1000, 1000, 0), (0o777, 1000, 1000, 1), (0o1777, 0, 1000, 1)),
+        *((0o755, 0, 1000, 0), (0o755, 1001, 1000, 1), (0o755, 1000, 0, 0), (0o757, 1000, 0, 1)),
+    ],
+)
+def test_folder_that_others_may_write_to_is_one_warning(tmp_path, monkeypatch, caplog, mode, owner, user, said):
+    """Root's own, and a mounted folder for root in a container, are as they should be."""
+    location._warn_once.cache_clear()
+    found = os.stat_result((mode | 0o40000, 0, 0, 0, owner, *[0] * 5))
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    store = server(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(location.Path, "stat", lambda path, **_: found)
+        for _ in range(2):
+            location.warn_of_others(location.folder(tmp_path))
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == said and all(str(tmp_path / "graphs") in each and "run as code" in each for each in warned)
+    assert load(store, "a") is None  # a folder that is not there yet is nobody's
+    assert len(caplog.records) == said
