@@ -9,7 +9,9 @@ not, questions with a default answer, and what torch's own documentation uses.
 from __future__ import annotations
 
 import functools
+import getpass
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -18,6 +20,11 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+
+try:
+    getpass.getuser()
+except (ImportError, KeyError, OSError):  # in a container, say; torch asks as its compiler is imported, in two places
+    os.environ["LNAME"] = str(getattr(os, "getuid", int)())  # which Python alone reads
 
 _ABSENT = object()
 

@@ -1,6 +1,9 @@
 """Torch without one of its private names: blocks run compiled all the same, or eagerly for one reason, and rightly."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import comfy_accel
@@ -86,3 +89,20 @@ def test_renamed_in_a_new_torch_each_name_leaves_the_output_right(name, hide):
         x = torch.randn(shape)
         assert torch.equal(stand_in(block, x), block(x))
     assert len(set(reasons())) <= 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="where every user has a name")
+def test_user_without_a_name_can_import_and_compile():
+    """As `docker run --user 1234`: torch names folders by the user as its compiler is imported."""
+    code = """
+import pwd
+def none(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")
+pwd.getpwuid = none
+from accel.core import torch_internals
+import torch._inductor.codecache
+assert torch_internals.AOT_FUNCTION.is_there and torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+"""
+    named = ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in named}
+    subprocess.run([sys.executable, "-c", code], cwd=Path(comfy_accel.__file__).parent, env=environment, check=True)
