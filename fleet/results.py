@@ -67,7 +67,8 @@ class Results:
                 relative = Path(os.path.normpath(Path(file.get("subfolder") or "", file["filename"])))
                 # What a node has put elsewhere, as some do, stays there: it may be any file of the machine.
                 if file["type"] in made and not (relative.is_absolute() or ".." in relative.parts):
-                    _link(made[file["type"]] / relative, unfinished / file["type"] / relative)
+                    with contextlib.suppress(ValueError):  # no system has a file of such a name
+                        _link(made[file["type"]] / relative, unfinished / file["type"] / relative)
             (unfinished / _HISTORY).write_text(json.dumps(entry), encoding="utf-8")
             os.rename(unfinished, self._folder / prompt_id)  # never replaces a folder that has something in it
             return entry

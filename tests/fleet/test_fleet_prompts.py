@@ -153,6 +153,14 @@ def test_file_that_vanished_leaves_nothing_half_published(tmp_path, made):
     assert results.entry("id") is None and list((tmp_path / "results").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["a\0b.png", "\ud800.png"])
+def test_name_that_no_file_can_have_is_in_the_history_alone(tmp_path, made, name):
+    results = Results(tmp_path / "results")
+    published = results.publish("id", entry(name), made)
+    assert published == results.entry("id") and published["outputs"]["9"]["images"][0]["filename"] == name
+    assert results.file("output", "id", name) is None
+
+
 @pytest.mark.parametrize(("subfolder", "filename"), [("..", "secret"), ("sub/../..", "secret"), ("", "../secret")])
 def test_file_that_a_node_has_put_elsewhere_stays_there(tmp_path, made, subfolder, filename):
     (tmp_path / "secret").write_text("s")
