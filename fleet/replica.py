@@ -130,11 +130,21 @@ def _own_folder() -> Path:
         parent.mkdir(mode=0o700)
     if hasattr(os, "getuid") and parent.lstat().st_uid != os.getuid():  # somebody else was first
         parent = Path(tempfile.mkdtemp(prefix="comfy-accel-ray-"))
+    numbered_by = _numbered_by()
     for folder in parent.iterdir():
-        pid = folder.name.partition("-")[0]
-        if pid.isdecimal() and not _runs(int(pid)):
+        pid, _, by = folder.name.rpartition("-")[0].partition("-")
+        if pid.isdecimal() and by == numbered_by and os.name != "nt" and not _runs(int(pid)):  # there 0 is Ctrl-C
             shutil.rmtree(folder, ignore_errors=True)
-    return parent / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return parent / f"{os.getpid()}-{numbered_by}-{uuid.uuid4().hex[:8]}"
+
+
+def _numbered_by() -> str:
+    """What has given this process its number: containers with numbers of their own may share the folder."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+        return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no Linux
+        return "system"
 
 
 def _runs(pid: int) -> bool:

@@ -17,16 +17,19 @@ def test_temporary_folder_that_is_somebody_elses_is_not_used(tmp_path, monkeypat
     monkeypatch.setattr(fleet_replica.tempfile, "tempdir", str(tmp_path))
     ours = fleet_replica._own_folder().parent
     assert ours.parent == tmp_path and ours.stat().st_mode & 0o77 == 0
-    left = ours / "999999999-0"  # no process has such a number
-    left.mkdir()
+    here = fleet_replica._own_folder().name.split("-")[1]
+    left, others = ours / f"999999999-{here}-0", ours / "999999999-another.1-0"  # no process has such a number
+    for folder in (left, others):
+        folder.mkdir()
     assert fleet_replica._own_folder().parent == ours and not left.exists()
+    assert others.exists()  # of a container with numbers of its own
     user = os.getuid()
     monkeypatch.setattr(fleet_replica.os, "getuid", lambda: user + 1)
     (tmp_path / f"comfy-accel-ray-{user + 1}").mkdir()  # by us, in the name of another
-    (tmp_path / f"comfy-accel-ray-{user + 1}" / "999999999-0").mkdir()
+    (tmp_path / f"comfy-accel-ray-{user + 1}" / f"999999999-{here}-0").mkdir()
     other = fleet_replica._own_folder().parent
     assert other.name != f"comfy-accel-ray-{user + 1}" and other.stat().st_mode & 0o77 == 0
-    assert (tmp_path / f"comfy-accel-ray-{user + 1}" / "999999999-0").exists()
+    assert (tmp_path / f"comfy-accel-ray-{user + 1}" / f"999999999-{here}-0").exists()
 
 
 @pytest.mark.parametrize("looks", [0, 3])
