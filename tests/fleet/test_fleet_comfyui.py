@@ -136,6 +136,16 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize(("text", "code"), [("", 0), ("raise SystemExit(3)", 3), ("raise OSError('port taken')", 1)])
+def test_comfyui_that_ends_by_itself_ends_with_its_own_code_and_words(tmp_path, text, code):
+    (tmp_path / "main.py").write_text(text)
+    command = [sys.executable, "-c", comfyui_process._ENDS_WITH_US, str(tmp_path / "main.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said = process.stderr.read()
+        assert process.wait(30) == code and "Fatal Python error" not in said
+    assert ("port taken" in said) == ("port taken" in text)
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks there whether the process runs")
 def test_comfyui_ends_with_a_process_that_is_killed(tree, tmp_path):
     parent = subprocess.Popen(
