@@ -1,10 +1,12 @@
-"""`python -m accel doctor`; `comfy-accel` in its place where the package is installed."""
+"""`python accel/__main__.py doctor`; `comfy-accel` in its place where the package is installed."""
 
 import importlib.util
 import os
 import sys
 
 _PACK = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FILE = os.path.join("accel", "__main__.py")
+"""From the pack's folder. `-m accel` finds nothing there with the Python of Windows portable, which is isolated."""
 _PYTHONS = (
     ("..", "..", "..", "python_embeded", "python.exe"),  # Windows portable, which spells it so
     *(("..", "..", folder, "Scripts", "python.exe") for folder in (".venv", "venv")),
@@ -16,11 +18,9 @@ _PYTHONS = (
 def _of_comfyui():
     """What to run in place of a Python without PyTorch."""
     found = [os.path.join(*parts) for parts in _PYTHONS if os.path.isfile(os.path.join(_PACK, *parts))]
-    python = (
-        found[0] if found else "..\\..\\..\\python_embeded\\python.exe" if os.name == "nt" else "PATH_TO_ITS_PYTHON"
-    )
+    python = [*found, os.path.join(*_PYTHONS[0]) if os.name == "nt" else "PATH_TO_ITS_PYTHON"][0]
     said = f"This Python ({sys.executable}) has no PyTorch. Run it with the one that ComfyUI runs with:"
-    return f'{said}\n\n    cd "{_PACK}"\n    {python} -m accel doctor\n'
+    return f'{said}\n\n    cd "{_PACK}"\n    {python} {_FILE} doctor\n'
 
 
 def main() -> int:
@@ -28,7 +28,6 @@ def main() -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
-    command = f"python -m {__package__}" if __name__ == "__main__" else "comfy-accel"
     if arguments == ["doctor"]:
         if importlib.util.find_spec("torch") is None:
             print(_of_comfyui(), file=sys.stderr)
@@ -37,9 +36,12 @@ def main() -> int:
 
         print("\n".join(doctor.lines()))
         return 0
-    print(f"usage: {command} doctor", file=sys.stderr)
+    print(f"usage: {f'python {_FILE}' if __name__ == '__main__' else 'comfy-accel'} doctor", file=sys.stderr)
     return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
 
 
 if __name__ == "__main__":
+    if not __package__:  # run as a file, whose own folder is no place to import from
+        sys.path[:] = [_PACK, *(path for path in sys.path if path != os.path.join(_PACK, "accel"))]
+        __package__ = "accel"
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m accel doctor`: what will be accelerated on this machine, and what to do for the rest, in ten lines.
+"""The pack's `doctor`: what will be accelerated on this machine, and what to do for the rest, in ten lines.
 
 Imports nothing of ComfyUI; where that is loaded, as for the report, its attention and allocator are told too.
 """

@@ -35,9 +35,9 @@ def told():
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ("python_embeded/python.exe", "python_embeded/python.exe -m accel doctor"),
-        ("ComfyUI/.venv/bin/python", "../../.venv/bin/python -m accel doctor"),
-        (None, "PATH_TO_ITS_PYTHON -m accel doctor"),
+        ("python_embeded/python.exe", "python_embeded/python.exe accel/__main__.py doctor"),
+        ("ComfyUI/.venv/bin/python", "../../.venv/bin/python accel/__main__.py doctor"),
+        (None, "PATH_TO_ITS_PYTHON accel/__main__.py doctor"),
     ],
 )
 def test_python_without_torch_names_the_one_to_use(monkeypatch, tmp_path, capsys, there, said):

@@ -23,7 +23,24 @@ def told(command, folder, **environment):
 
 def test_command_that_there_is_not_is_answered_with_the_one_there_is():
     answer = subprocess.run([sys.executable, "-m", "accel", "shop"], cwd=ROOT, capture_output=True, text=True)
-    assert answer.returncode == 2 and answer.stderr == "usage: python -m accel doctor\n"
+    assert answer.returncode == 2 and answer.stderr == f"usage: python {Path('accel/__main__.py')} doctor\n"
+
+
+@pytest.mark.parametrize("isolated", [(), ("-I", "-s")])
+def test_doctor_runs_as_a_file_under_a_python_that_is_isolated_too(isolated):
+    """As that of ComfyUI's portable for Windows, which looks for modules neither where it is started nor beside the
+    script. There, names such as `kernels` are packages of others."""
+    assert told([sys.executable, *isolated, "accel/__main__.py", "doctor"], ROOT).startswith("Versions: Python ")
+    script = repr(str(ROOT / "accel" / "__main__.py"))
+    code = f"import os, runpy, sys; sys.path.insert(0, os.path.dirname({script}))\n"
+    code += f"try: runpy.run_path({script}, run_name='__main__')\nexcept SystemExit: print(*sys.path, sep='\\n')"
+    found = told([sys.executable, *isolated, "-c", code], ROOT).splitlines()
+    assert found[0] == str(ROOT) and str(ROOT / "accel") not in found
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
+def test_dev_runs_under_a_python_that_is_isolated(arguments, tmp_path):
+    assert told([sys.executable, "-I", "-s", ROOT / "dev.py", *arguments], tmp_path).startswith("usage: dev.py")
 
 
 @pytest.fixture(scope="module")
