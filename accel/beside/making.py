@@ -34,15 +34,25 @@ MEMORY, IDLE = 3 << 30, 60.0
 
 _ENGINE = __name__.rsplit(".", 2)[0]
 _SIZE = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
+ANSWER = b"accel answers\n"
+"""Comes before each answer: Python itself may print while it starts, as other packages have it."""
+
 _BEGIN = """
-import importlib, pickle, sys, types
-sys.path[:], around, name = pickle.load(sys.stdin.buffer)
+import importlib, os, pickle, sys, types
+jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+os.dup2(2, 1)
+sys.path[:], around, name = pickle.load(jobs)
 for package, places in around.items():
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = places
-importlib.import_module(name).main()
+importlib.import_module(name).main(jobs, answers)
 """
-"""The engine has its name of here, by which saved code refers to it; what is around it is not imported."""
+"""The engine has its name of here, by which saved code refers to it; what is around it is not imported.
+
+The pipes are not its standard input and output: what it starts would inherit them, and on Windows wait for the thread
+that reads; what compilers print is no answer.
+"""
 
 
 def is_possible() -> bool:
@@ -207,6 +217,8 @@ class _Process:
                 running = self._running = self._running or _begin()
                 running.stdin.write(job)
                 running.stdin.flush()
+                while (line := running.stdout.readline()) and not line.endswith(ANSWER):
+                    pass
                 answer.set_result(pickle.load(running.stdout))
             except Exception as error:
                 self.has_failed = True

@@ -11,11 +11,10 @@ import os
 import pickle
 import queue
 import re
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.fx.node import map_aggregate
@@ -24,19 +23,17 @@ from ..compile.inductor import code_generation
 from ..core import torch_internals
 from ..kernels import casts, convolution
 from ..signature.switches import put_in_force
-from .making import NodeName
+from .making import ANSWER, NodeName
 
 
-def main() -> None:
-    """Answer each job on standard input on standard output: `_compiled`'s result, or a text that says why not."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what compilers print is no answer
+def main(asked: BinaryIO, answers: BinaryIO) -> None:
+    """Answer each job that is asked: `_compiled`'s result, or a text that says why not."""
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def read() -> None:
         try:
             while True:
-                jobs.put(pickle.load(sys.stdin.buffer))
+                jobs.put(pickle.load(asked))
         finally:
             os._exit(0)  # in the middle of a job too: nobody waits for it
 
@@ -49,6 +46,7 @@ def main() -> None:
             answer = _compiled(**jobs.get())
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
+        answers.write(ANSWER)
         pickle.dump(answer, answers)
         answers.flush()
 

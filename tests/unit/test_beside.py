@@ -233,6 +233,36 @@ def test_it_ends_when_idle_and_begins_again(process, monkeypatch):
     assert making.progress() == (1, 1)
 
 
+STARTS_A_PROGRAM = """
+import subprocess, sys
+shown = "import os, stat, sys\\nfor fd in range(64):\\n try: stat.S_ISFIFO(os.fstat(fd).st_mode) and print('pipe', fd)\\n"
+shown += " except OSError: pass\\nprint(repr(sys.stdin.read()))"
+with open({said!r}, "w") as said:
+    subprocess.run([sys.executable, "-c", shown], stdout=said, close_fds=False, timeout=60)
+"""
+
+
+def test_what_it_starts_inherits_no_pipe_that_somebody_reads(tmp_path, block, process, monkeypatch):
+    """For Windows, where a compiler that inherits one waits before its first line, for good."""
+    (tmp_path / "starts_a_program.py").write_text(STARTS_A_PROGRAM.format(said=str(tmp_path / "said")))
+    monkeypatch.syspath_prepend(tmp_path)
+    job_of = making._job_of
+    monkeypatch.setattr(making, "_job_of", lambda *given: {**job_of(*given), "libraries": {"starts_a_program"}})
+    cache = GraphCache()
+    runner(block, cache)(block.forward, inputs(2, 6))
+    assert wait(cache) == 1
+    assert (tmp_path / "said").read_text() == "''\n"
+
+
+@pytest.mark.parametrize("said", ["hello\\n", "Booting"], ids=["a line", "the start of a pickle"])
+def test_what_python_prints_while_it_starts_is_no_answer(said, tmp_path, process, monkeypatch):
+    """For installations whose .pth files, or whose torch's backends, print something."""
+    (tmp_path / "sitecustomize.py").write_text(f"import os; os.write(1, b'{said}'); print('more')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "nothing" in process.ask({"nothing": None}).result(60)
+    assert "nothing" in process.ask({"nothing": None}).result(60)
+
+
 BEGINS_AND_ENDS = """
 import sys, torch
 sys.path[:0] = {path!r}
