@@ -38,7 +38,9 @@ ANSWER = b"accel answers\n"
 """Comes before each answer: Python itself may print while it starts, as other packages have it."""
 
 _BEGIN = """
-import importlib, os, pickle, sys, types
+import sys
+sys.path[:] = [path for path in sys.path if path]  # nothing comes from the folder that a person is in
+import importlib, os, pickle, types
 jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 os.dup2(2, 1)
@@ -233,7 +235,7 @@ def _begin() -> subprocess.Popen:
     quietly = {"creationflags": 0x08004000} if sys.platform == "win32" else {}  # no window, below normal priority
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     made = subprocess.Popen([sys.executable, "-c", _BEGIN], **pipes, **quietly)
-    pickle.dump((sys.path, around, f"{_ENGINE}.beside.worker"), made.stdin)
+    pickle.dump(([path for path in sys.path if path], around, f"{_ENGINE}.beside.worker"), made.stdin)
     return made
 
 

@@ -263,6 +263,14 @@ def test_what_python_prints_while_it_starts_is_no_answer(said, tmp_path, process
     assert "nothing" in process.ask({"nothing": None}).result(60)
 
 
+def test_nothing_is_imported_from_the_folder_that_comfyui_was_started_in(tmp_path, process, monkeypatch):
+    """For who starts it in a folder of downloads."""
+    (tmp_path / "pickle.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert "nothing" in process.ask({"nothing": None}).result(60)
+    assert not (tmp_path / "ran").exists()
+
+
 BEGINS_AND_ENDS = """
 import sys, torch
 sys.path[:0] = {path!r}
