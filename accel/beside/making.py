@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -31,6 +32,10 @@ VARIABLE = "ACCEL_COMPILE_BESIDE"
 
 MEMORY, IDLE = 3 << 30, 60.0
 """Bytes that must be free, since the process takes some; seconds without a graph after which it ends."""
+
+LIMIT, AGAIN = 600.0, 300.0
+"""Seconds for one graph, or 3 times the longest so far, after which the process has hung, and is stopped; and, twice as
+many each time, from the end of one to the begin of another."""
 
 _ENGINE = __name__.rsplit(".", 2)[0]
 _SIZE = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
@@ -180,13 +185,19 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 class _Process:
-    """The process. given, done: jobs since it last had none. has_failed: it has ended or could not begin, for good."""
+    """The process. given, done: jobs since it last had none."""
 
     def __init__(self) -> None:
-        self.given, self.done, self.has_failed = 0, 0, False
+        self.given, self.done, self._longest = 0, 0, 0.0
+        self._again, self._pause = 0.0, AGAIN
         self._jobs: queue.SimpleQueue[tuple[bytes, Future]] = queue.SimpleQueue()
         self._running: subprocess.Popen | None = None
         self._thread = threading.Thread(target=self._serve, name="accel-beside", daemon=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended or could not begin, minutes ago."""
+        return time.monotonic() < self._again
 
     def ask(self, job: dict[str, Any]) -> Future:
         """Its answer, or an exception where it has ended. One thread asks at a time, as torch compiles."""
@@ -216,17 +227,34 @@ class _Process:
             try:
                 if self.has_failed:
                     raise EOFError("the process that compiles beside images has ended")
-                running = self._running = self._running or _begin()
-                running.stdin.write(job)
-                running.stdin.flush()
-                while (line := running.stdout.readline()) and not line.endswith(ANSWER):
-                    pass
-                answer.set_result(pickle.load(running.stdout))
+                answer.set_result(self._answered(job))
             except Exception as error:
-                self.has_failed = True
+                if not self.has_failed:
+                    self._again, self._pause = time.monotonic() + self._pause, 2 * self._pause
                 self.stop()
                 answer.set_exception(error)
             self.done += 1
+
+    def _answered(self, job: bytes) -> Any:
+        running = self._running = self._running or _begin()
+        began, limit = time.monotonic(), max(LIMIT, 3 * self._longest)
+        watch = threading.Timer(limit, running.kill)
+        watch.daemon = True
+        watch.start()
+        try:
+            running.stdin.write(job)
+            running.stdin.flush()
+            while (line := running.stdout.readline()) and not line.endswith(ANSWER):
+                pass
+            answer = pickle.load(running.stdout)
+        except (EOFError, OSError) as error:
+            if time.monotonic() - began < limit:
+                raise
+            raise TimeoutError(f"the process beside gave no answer in {limit:.0f} s, and was stopped") from error
+        finally:
+            watch.cancel()
+        self._longest = max(self._longest, time.monotonic() - began)
+        return answer
 
 
 def _begin() -> subprocess.Popen:

@@ -284,6 +284,29 @@ making._process.ask({{"nothing": None}})
 """
 
 
+def test_a_process_that_hangs_is_stopped_and_another_begins_minutes_later(block, process, monkeypatch, caplog):
+    """For any machine on which something that it starts never ends."""
+    begin, hangs = making._begin, [sys.executable, "-c", "import time; time.sleep(600)"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    monkeypatch.setattr(making, "_begin", lambda: subprocess.Popen(hangs, **pipes))
+    monkeypatch.setattr(making, "LIMIT", 1.0)
+    cache = GraphCache()
+    stand_in, x = runner(block, cache), inputs(2, 6)
+    with torch.inference_mode():
+        stand_in(block.forward, x)
+        assert process.ask({}).exception(60)  # what waits behind it waits no longer
+        torch.testing.assert_close(stand_in(block.forward, x), block(x))
+    assert "gave no answer in 1 s, and was stopped" in caplog.text
+    assert process.has_failed and not making.is_possible() and process._running is None
+    for name, value in {"LIMIT": 600.0, "_begin": begin}.items():
+        monkeypatch.setattr(making, name, value)
+    now = time.monotonic()
+    assert now + making.AGAIN - 60 < process._again <= now + making.AGAIN < now + process._pause
+    monkeypatch.setattr(process, "_again", now)
+    assert making.is_possible()
+    assert "nothing" in process.ask({"nothing": None}).result(60)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="asks for a process by its number as POSIX does")
 @pytest.mark.parametrize("end", ["sys.exit()", "import os; os.kill(os.getpid(), 9)"], ids=["exit", "killed"])
 def test_it_ends_with_the_process_that_began_it(end):
