@@ -53,7 +53,7 @@ class BlockRunner:
 
     simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options do not reach
         the compiler; it raises `RunEagerly` when they concern the block.
-    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed. ask: as for `Host`.
     lease: keeps the run's graphs in the cache; None outside of a run.
     source: of the block's weights, where these are not in place.
     outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
@@ -76,13 +76,14 @@ class BlockRunner:
         kind_unchanged: Callable[[Region], bool] = lambda region: True,
         outside_recording: Outside = nullcontext,
         make: Callable[[Region], BlockRunner] | None = None,
+        ask: Callable[[], None] = lambda: None,
     ):
         self._region = region
         self._cache = cache
         self._settings = settings
         self._simplify = simplify_options
         self._interrupts = interrupts
-        self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged)
+        self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged, ask)
         kind, wraps = region.kind, region.context.wraps
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext

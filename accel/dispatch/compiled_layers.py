@@ -37,6 +37,7 @@ class Host:
     """What the engine needs from the program that calls the model.
 
     ignored: as for `CodeReader`. interrupts: exceptions that mean "stop the run", never swallowed.
+    ask: raises one of these where the user has stopped the run, in the middle of a call that waits.
     simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
     wraps: recognises the host's wrappers around layers, such as LoRA.
     outside_recording: asked when a model's layers are made: the context for their calls where the host records what the
@@ -49,6 +50,7 @@ class Host:
 
     ignored: frozenset[tuple[str, str]] = frozenset()
     interrupts: tuple[type[BaseException], ...] = ()
+    ask: Callable[[], None] = lambda: None
     simplifier: Callable[[Region], Simplify | None] = lambda region: None
     wraps: Wraps | None = None
     outside_recording: Callable[[], Outside | None] = lambda: None
@@ -136,6 +138,7 @@ def compiled_layers(
             settings,
             simplify_options=host.simplifier(region),
             interrupts=host.interrupts,
+            ask=host.ask,
             lease=lease,
             source=source,
             kind_unchanged=functools.partial(code.kind_unchanged, of),

@@ -97,11 +97,12 @@ class GraphResolver:
         interrupts: tuple[type[BaseException], ...],
         lease: Lease | None,
         kind_unchanged: Callable[[Region], bool],
+        ask: Callable[[], None],
     ):
         self._region, self._cache, self._lease = region, cache, lease
         self._is_measured, self._interrupts = settings.measured, interrupts
         self._is_beside = settings.beside
-        self._kind_unchanged = kind_unchanged
+        self._kind_unchanged, self._ask = kind_unchanged, ask
 
     def resolve(self, call: Call, observer: BlockObserver | None) -> ResolvedGraph | None:
         """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph and CodePending."""
@@ -143,6 +144,9 @@ class GraphResolver:
         pending = graph.pending
         if is_beside and pending is not None and not pending.is_done:
             raise CodePending(pending)
+        while pending is not None and not pending.is_done:
+            self._ask()
+            pending.wait(0.5)
         try:
             with entry.busy:  # nobody asks now what the graph is right for
                 block_compiler.take_code(graph, call.devices)

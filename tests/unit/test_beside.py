@@ -14,6 +14,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import generated_code
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.dispatch.compiled_layers import Host
 from kit import blocks, stores
 
 
@@ -195,6 +196,21 @@ def test_who_asked_for_no_code_beside_waits_for_what_somebody_else_has_begun(blo
         waiting = blocks.runner(block, cache, backend="inductor")
         torch.testing.assert_close(waiting(block.forward, x), block(x))
     assert waiting.eager_calls == 0 and cache.statistics()["compilations"] == 1
+
+
+def test_who_waits_for_code_can_cancel(block, process, monkeypatch):
+    """For who warms up a model whose code another image has begun."""
+
+    def stops():
+        raise blocks.Stop
+
+    monkeypatch.setattr(process, "_answered", lambda job: time.sleep(600))
+    cache, x = GraphCache(), inputs(2, 6)
+    runner(block, cache)(block.forward, x)
+    host = Host(interrupts=(blocks.Stop,), ask=stops)
+    layers = blocks.layers_of(blocks.model_of(block), cache, host, backend="inductor")
+    with pytest.raises(blocks.Stop):
+        layers[block](block.forward, x)
 
 
 def test_code_counts_once_it_is_there(block, process):

@@ -47,6 +47,7 @@ KEY = "accel.compile"
 HOST = Host(
     NO_RESULT_DEPENDS_ON,
     INTERRUPTS,
+    comfy.model_management.throw_exception_if_processing_interrupted,
     simplifier,
     plain=streamed.plain,
     weights=streamed.weights_of,
