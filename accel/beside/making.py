@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -108,9 +108,6 @@ class _Making:
     @property
     def is_done(self) -> bool:
         return self.job.done()
-
-    def wait(self, seconds: float) -> None:
-        wait([self.job], seconds)
 
     def take(self) -> tuple[str, int]:
         answer = self.job.result()

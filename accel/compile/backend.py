@@ -43,9 +43,6 @@ class Pending(Protocol):
 
     is_done: bool
 
-    def wait(self, seconds: float) -> None:
-        """Until it is done, at most so long."""
-
     def take(self) -> tuple[str, int]:
         """Load the code: what it asks of sizes (`Facts.asked`), and its bytes. Raises Exception: there will be none."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ class GraphResolver:
             raise CodePending(pending)
         while pending is not None and not pending.is_done:
             self._ask()
-            pending.wait(0.5)
+            time.sleep(0.2)
         try:
             with entry.busy:  # nobody asks now what the graph is right for
                 block_compiler.take_code(graph, call.devices)

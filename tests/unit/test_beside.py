@@ -251,7 +251,7 @@ def test_it_ends_when_idle_and_begins_again(process, monkeypatch):
 
 STARTS_A_PROGRAM = """
 import subprocess, sys
-shown = "import os, stat, sys\\nfor fd in range(64):\\n try: stat.S_ISFIFO(os.fstat(fd).st_mode) and print('pipe', fd)\\n"
+shown = "import os, stat, sys\\nfor fd in range(64):\\n try: stat.S_ISFIFO(os.fstat(fd).st_mode) and print(fd)\\n"
 shown += " except OSError: pass\\nprint(repr(sys.stdin.read()))"
 with open({said!r}, "w") as said:
     subprocess.run([sys.executable, "-c", shown], stdout=said, close_fds=False, timeout=60)
