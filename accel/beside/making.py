@@ -13,8 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +33,12 @@ from ..signature import switches
 VARIABLE = "ACCEL_COMPILE_BESIDE"
 """In the environment: 0 has every image wait for its code, 1 none, whatever the machine has."""
 
-MEMORY, IDLE = 3 << 30, 60.0
-"""Bytes that must be free, since the process takes some; seconds without a graph after which it ends."""
+MEMORY, IDLE = 2 << 30, 60.0
+"""Bytes that must be free, of which it takes 660 MB, and compilers some; seconds without a graph after which it ends.
+"""
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux has the limits of containers, of either version, and which of them are this process's."""
 
 LIMIT, AGAIN = 600.0, 300.0
 """Seconds for one graph, or 3 times the longest so far, after which the process has hung, and is stopped; and, twice as
@@ -63,13 +70,31 @@ that reads; what compilers print is no answer.
 
 
 def is_possible() -> bool:
-    """Whether the machine has room for the process: a processor core, and memory of its own."""
+    """Whether the machine, and the container, have room for the process: a processor core, and memory of its own."""
     chosen = os.environ.get(VARIABLE, "").strip()
     if _process.has_failed or chosen == "0" or torch_internals.lacking(torch_internals.BESIDE) is not None:
         return False
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     psutil = sys.modules.get("psutil")  # which hosts have loaded
-    return chosen == "1" or (cores > 2 and psutil is not None and psutil.virtual_memory().available > MEMORY)
+    if chosen == "1" or psutil is None:
+        return chosen == "1"
+    for quota, period in _limits("cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"):
+        cores = min(cores, float(quota) / float(period)) if quota != "-1" else cores
+    free = psutil.virtual_memory().available
+    for limit, *said in _limits("memory", "memory.max memory.stat", "memory.limit_in_bytes memory.stat"):
+        taken = dict(zip(said[::2], said[1::2], strict=False))  # without files, which it can do without
+        free = min(free, float(limit) - float(taken.get("total_rss", taken.get("anon", 0))))
+    return cores >= 2 and (free > MEMORY or _process._running is not None)
+
+
+def _limits(controller: str, *versions: str) -> Iterator[list[str]]:
+    """What files of the container's groups say, the innermost first. versions: the names of the files in each."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
+        _, of, path = line.split(":", 2)
+        own = GROUPS.joinpath(*[controller] if of else [], path.lstrip("/"))
+        for group, names in product((own, *own.parents), versions if not of or controller in of.split(",") else ()):
+            with suppress(OSError):
+                yield " ".join((group / name).read_text() for name in names.split()).replace("max", "inf").split()
 
 
 def progress() -> tuple[int, int]:

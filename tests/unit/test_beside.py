@@ -227,15 +227,61 @@ def test_code_counts_once_it_is_there(block, process):
     assert 0 < tight.statistics()["bytes"] <= tight.max_bytes
 
 
-def test_it_needs_a_core_and_memory_of_its_own(process, monkeypatch):
-    monkeypatch.delenv(making.VARIABLE)
-    for cores, free, is_possible in [(2, 64, False), (4, 2, False), (4, 64, True)]:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+@pytest.fixture
+def machine(process, monkeypatch, tmp_path):
+    """Becomes one of so many cores and GB of free memory, in no container."""
+
+    def become(cores, free):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
         memory = SimpleNamespace(available=free << 30)
-        monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda memory=memory: memory))
+        monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+
+    monkeypatch.delenv(making.VARIABLE)
+    monkeypatch.setattr(making, "GROUPS", tmp_path)
+    monkeypatch.setattr(making, "OWN_GROUPS", tmp_path / "own")
+    become(8, 64)
+    return become
+
+
+def test_it_needs_a_core_and_memory_of_its_own(machine, process, monkeypatch):
+    for cores, free, is_possible in [(1, 64, False), (2, 64, True), (4, 2, False), (4, 3, True)]:
+        machine(cores, free)
         assert making.is_possible() is is_possible
+    machine(4, 2)
+    monkeypatch.setattr(process, "_running", SimpleNamespace(kill=int, wait=int))  # it has what it needs
+    assert making.is_possible()
     monkeypatch.setenv(making.VARIABLE, "0")
     assert not making.is_possible()
+
+
+TOLD, OLDER = "anon 1073741824\nfile 999999999999\n", "rss 5\ntotal_rss 1073741824\ntotal_cache 999999999999\n"
+CONTAINERS = {
+    "second version": ("0::/", "", {}),
+    "second version, of a job": ("0::/jobs/7", "jobs", {}),
+    "first version": ("5:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n1:name=systemd:/\n0::/", "memory", {"cpu": "cpu"}),
+}
+
+
+@pytest.mark.parametrize(
+    "cores, gigabytes, is_possible", [("0.5", 9, False), ("2", 2, False), ("2", 4, True), (None, None, True)]
+)
+@pytest.mark.parametrize("how", CONTAINERS)
+def test_limits_of_a_container_are_those_of_its_machine(how, cores, gigabytes, is_possible, machine, tmp_path):
+    """For Docker, Kubernetes and clusters, whose programs see all of the machine's cores and memory."""
+    own, folder, of_cores = CONTAINERS[how]
+    (tmp_path / "own").write_text(own)
+    for name in (folder, *of_cores.values()):
+        (tmp_path / name).mkdir(exist_ok=True)
+    quota, limit = str(int(float(cores or 0) * 100000)), str((gigabytes or 0) << 30)
+    if of_cores:
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota if cores else "-1")
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        (tmp_path / folder / "memory.limit_in_bytes").write_text(limit if cores else str((1 << 63) - 4096))
+    else:
+        (tmp_path / folder / "cpu.max").write_text(f"{quota if cores else 'max'} 100000\n")
+        (tmp_path / folder / "memory.max").write_text(f"{limit if cores else 'max'}\n")
+    (tmp_path / folder / "memory.stat").write_text(OLDER if of_cores else TOLD)
+    assert making.is_possible() is is_possible
 
 
 def test_it_ends_when_idle_and_begins_again(process, monkeypatch):
