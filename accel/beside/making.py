@@ -76,7 +76,7 @@ def is_possible() -> bool:
         return False
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     psutil = sys.modules.get("psutil")  # which hosts have loaded
-    if chosen == "1" or psutil is None:
+    if chosen == "1" or psutil is None or sys.platform == "win32":  # where no machine has run it yet
         return chosen == "1"
     for quota, period in _limits("cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"):
         cores = min(cores, float(quota) / float(period)) if quota != "-1" else cores

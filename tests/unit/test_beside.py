@@ -254,6 +254,13 @@ def test_it_needs_a_core_and_memory_of_its_own(machine, process, monkeypatch):
     assert not making.is_possible()
 
 
+def test_it_is_off_on_windows_until_a_machine_has_run_it_there(machine, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert not making.is_possible()
+    monkeypatch.setenv(making.VARIABLE, "1")
+    assert making.is_possible()
+
+
 TOLD, OLDER = "anon 1073741824\nfile 999999999999\n", "rss 5\ntotal_rss 1073741824\ntotal_cache 999999999999\n"
 CONTAINERS = {
     "second version": ("0::/", "", {}),
