@@ -116,6 +116,7 @@ class GraphCache:
         return {
             "entries": len(entries),
             "graphs": sum(len(entry.graphs) for entry in entries),
+            "pending": sum(_is_pending(graph) for entry in entries for graph in tuple(entry.graphs)),
             "hits": evicted_hits + sum(entry.calls for entry in entries),
             "probe_seconds": sum(entry.probe_seconds for entry in entries),
             "bytes": sum(entry.nbytes for entry in entries),
@@ -229,6 +230,7 @@ class GraphCache:
     def has_grown(self, entry: Entry, graph: CompiledGraph) -> None:
         """A graph of an entry has its code only now."""
         with self._lock:
+            self._counts["compilations"] += 1
             self._sizes[entry.key] = graph.nbytes
             self._shrink(self._in_use() | {entry.key})
 
@@ -279,7 +281,7 @@ class GraphCache:
         try:
             self._keep(entry, graph, seconds, lease, action)
         finally:
-            emit(f"{action}_end", **what, seconds=seconds)
+            emit(f"{action}_end", **what, seconds=seconds, pending=_is_pending(graph))
         return graph
 
     def _keep(
@@ -295,7 +297,7 @@ class GraphCache:
             elif action == "capture":
                 self._counts["captures"] += 1
             else:
-                self._counts["compilations"] += 1
+                self._counts["compilations"] += not _is_pending(graph)
                 self._counts["seconds"] += seconds
             self._sizes.pop(entry.key, None)
             self._sizes[entry.key] = graph.nbytes
@@ -375,6 +377,10 @@ class GraphCache:
         with self._lock:
             if not entry.graphs and self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
+
+
+def _is_pending(graph: Any) -> bool:
+    return getattr(graph, "pending", None) is not None
 
 
 shared = GraphCache()

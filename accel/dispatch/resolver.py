@@ -157,6 +157,7 @@ class GraphResolver:
             self._cache.drop_graph(entry, graph)
             return False
         self._cache.has_grown(entry, graph)
+        log.info("%s runs compiled from now on.", call.kind.name)
         self._save(call, graph)
         return graph.serves(call)
 

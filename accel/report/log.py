@@ -65,7 +65,8 @@ def _log_compiling(name: str, data: dict[str, Any]) -> None:
         _has_begun = True
         log.info("Compiling this model's blocks, once for every size. This image takes longer; later ones do not.")
     if name == "compile_end":
-        log.info("Compiled %s in %.1f s.", data["name"], data["seconds"])
+        said = "Traced %s in %.1f s; its code is made beside." if data.get("pending") else "Compiled %s in %.1f s."
+        log.info(said, data["name"], data["seconds"])
 
 
 def _log_event(name: str, data: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Code that is made in a process beside: calls go on without it, and it is what would have been made here."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from comfy_accel.accel.compile import generated_code
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.dispatch.compiled_layers import Host
+from comfy_accel.accel.report import log as report_log
 from kit import blocks, stores
 
 
@@ -69,7 +71,11 @@ def answers(stand_in, block):
         return [stand_in(block.forward, inputs(*size)) for size in ((2, 6), (1, 6), (3, 9), (2, 1))]
 
 
-def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for_bit(tmp_path, block, process):
+def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for_bit(
+    tmp_path, block, process, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(report_log, "_has_begun", True)
     here, there = GraphCache(), GraphCache()
     there.store = stores.store(tmp_path)
     expected = answers(blocks.runner(block, here, backend="inductor"), block)
@@ -78,12 +84,18 @@ def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for
         plain = block(x)
         while_made = stand_in(block.forward, x)
     assert torch.equal(while_made, plain)
+    assert [there.statistics()[name] for name in ("compilations", "pending")] == [0, 1]
+    compiled, traced = (re.sub(r"\d+\.\d", "1", message) for message in caplog.messages)
+    assert (compiled, traced) == ("Compiled Block in 1 s.", "Traced Block in 1 s; its code is made beside.")
+    caplog.clear()
     assert fallbacks.counts() == {("Block", Reason("compiling_beside")): 1}
     assert wait(there) == 1
     fallbacks.clear()
     assert all(map(torch.equal, answers(stand_in, block), expected))
     assert fallbacks.rows() == []
     assert there.statistics()["compilations"] == here.statistics()["compilations"] == 1
+    assert there.statistics()["pending"] == 0
+    assert caplog.messages == ["Block runs compiled from now on."]
     (made,), (saved,) = (entry.graphs for cache in (here, there) for entry in cache.entries())
     assert saved.nbytes and saved.facts.asked and not made.facts.asked
     # What was made beside is saved, and loaded with what it asks of sizes.
