@@ -344,6 +344,18 @@ def test_what_python_prints_while_it_starts_is_no_answer(said, tmp_path, process
     assert "nothing" in process.ask({"nothing": None}).result(60)
 
 
+@pytest.mark.skipif(not hasattr(os, "nice"), reason="priorities are POSIX's")
+@pytest.mark.parametrize("load, lower", [(0.5, 5), (3.5, 0)], ids=["a core is free", "busy"])
+def test_it_has_a_lower_priority_where_a_core_is_free(load, lower, tmp_path, process, monkeypatch):
+    """For busy machines, on which it would be ready when the images are made."""
+    told = f"import os; os.cpu_count = lambda: 4; os.getloadavg = lambda: ({load}, 9, 9)"
+    (tmp_path / "sitecustomize.py").write_text(told)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process.ask({"nothing": None}).result(60)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process._running.pid) == min(own + lower, 19)
+
+
 def test_nothing_is_imported_from_the_folder_that_comfyui_was_started_in(tmp_path, process, monkeypatch):
     """For who starts it in a folder of downloads."""
     (tmp_path / "pickle.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
