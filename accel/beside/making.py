@@ -215,7 +215,7 @@ class _Process:
     def __init__(self) -> None:
         self.given, self.done, self._longest = 0, 0, 0.0
         self._again, self._pause = 0.0, AGAIN
-        self._jobs: queue.SimpleQueue[tuple[bytes, Future]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[bytes, Any, Future]] = queue.SimpleQueue()
         self._running: subprocess.Popen | None = None
         self._thread = threading.Thread(target=self._serve, name="accel-beside", daemon=True)
 
@@ -232,7 +232,7 @@ class _Process:
         if self.done == self.given:
             self.given = self.done = 0
         self.given += 1
-        self._jobs.put((data, answer := Future()))
+        self._jobs.put((data, job.get("device"), answer := Future()))
         return answer
 
     def stop(self) -> None:
@@ -245,14 +245,17 @@ class _Process:
     def _serve(self) -> None:
         while True:
             try:
-                job, answer = self._jobs.get(timeout=IDLE)
+                job, device, answer = self._jobs.get(timeout=IDLE)
             except queue.Empty:
                 self.stop()
-                job, answer = self._jobs.get()
+                job, device, answer = self._jobs.get()
             try:
                 if self.has_failed:
                     raise EOFError("the process that compiles beside images has ended")
-                answer.set_result(self._answered(job))
+                made = self._answered(job)
+                if device == torch.device("cpu"):  # inductor asks when code is loaded, for minutes where it is cold
+                    torch_internals.VECTORS.get(list)()
+                answer.set_result(made)
             except Exception as error:
                 if not self.has_failed:
                     self._again, self._pause = time.monotonic() + self._pause, 2 * self._pause

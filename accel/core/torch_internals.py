@@ -186,6 +186,7 @@ KERNEL_KEY = Internal("torch._inductor.async_compile", "CompiledTritonKernels.ke
 KERNELS_SAVED = Internal("torch._inductor.triton_bundler", "TritonBundler.put_static_autotuner", _WAITED_FOR)
 PATTERNS = Internal("torch._inductor.fx_passes.fuse_attention", "_get_sfdp_patterns", _WAITED_FOR)
 PADDING_TIMES = Internal("torch._inductor.fx_passes.pad_mm", "should_pad_bench_key", _WAITED_FOR)
+VECTORS = Internal("torch._inductor.cpu_vec_isa", "valid_vec_isa_list", "an image waits while vectors are tried out")
 NO_CONTEXT = Internal("torch._subclasses.fake_tensor", "init_gpu_context", _WAITED_FOR)
 
 _AS_TRACED = "group norms are inductor's, slower"

@@ -1,9 +1,11 @@
 """Code that is made in a process beside: calls go on without it, and it is what would have been made here."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,6 +225,25 @@ def test_who_waits_for_code_can_cancel(block, process, monkeypatch):
     layers = blocks.layers_of(blocks.model_of(block), cache, host, backend="inductor")
     with pytest.raises(blocks.Stop):
         layers[block](block.forward, x)
+
+
+def test_the_image_that_takes_code_does_not_wait_for_what_the_processor_can_do(block, process, monkeypatch):
+    """For a CPU device: inductor builds and runs a program for each kind of vector, once in each process."""
+    from torch._inductor import cpu_vec_isa
+
+    own, asked = functools.cache(cpu_vec_isa.valid_vec_isa_list.__wrapped__), []
+
+    @functools.cache
+    def valid_vec_isa_list():
+        asked.append(threading.current_thread().name)
+        return own()
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", valid_vec_isa_list)
+    cache = GraphCache()
+    runner(block, cache)(block.forward, inputs(2, 6))
+    assert wait(cache) == 1
+    runner(block, cache)(block.forward, inputs(2, 6))
+    assert asked == ["accel-beside"] and cache.statistics()["pending"] == 0
 
 
 def test_code_counts_once_it_is_there(block, process):
