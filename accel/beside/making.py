@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,40 +32,28 @@ from ..signature import switches
 VARIABLE = "ACCEL_COMPILE_BESIDE"
 """In the environment: 0 has every image wait for its code, 1 none, whatever the machine has."""
 
-MEMORY, IDLE = 2 << 30, 60.0
-"""Bytes that must be free, of which it takes 660 MB, and compilers some; seconds without a graph after which it ends.
+MEMORY, IDLE, LIMIT, AGAIN = 2 << 30, 60.0, 600.0, 300.0
+"""Bytes that must be free, of which it takes 660 MB, and compilers some. Seconds: without a graph after which it ends;
+of one graph, or 3 times the longest so far, after which it has hung and is stopped; from there to another, then twice.
 """
-
-GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Where Linux has the limits of containers, of either version, and which of them are this process's."""
-
-LIMIT, AGAIN = 600.0, 300.0
-"""Seconds for one graph, or 3 times the longest so far, after which the process has hung, and is stopped; and, twice as
-many each time, from the end of one to the begin of another."""
 
 _ENGINE = __name__.rsplit(".", 2)[0]
 _SIZE = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
-ANSWER = b"accel answers\n"
-"""Comes before each answer: Python itself may print while it starts, as other packages have it."""
-
+ANSWER = b"accel answers\n"  # before each: other packages have Python print while it starts
 _BEGIN = """
 import sys
 sys.path[:] = [path for path in sys.path if path]  # nothing comes from the folder that a person is in
 import importlib, os, pickle, types
 jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-os.dup2(2, 1)
+os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # what it starts would inherit the pipe, and on Windows hang
+os.dup2(2, 1)  # what compilers print is no answer
 sys.path[:], around, name = pickle.load(jobs)
 for package, places in around.items():
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = places
 importlib.import_module(name).main(jobs, answers)
 """
-"""The engine has its name of here, by which saved code refers to it; what is around it is not imported.
-
-The pipes are not its standard input and output: what it starts would inherit them, and on Windows wait for the thread
-that reads; what compilers print is no answer.
-"""
+"""The engine has its name of here, by which saved code refers to it; what is around it is not imported."""
 
 
 def is_possible() -> bool:
@@ -78,23 +65,22 @@ def is_possible() -> bool:
     psutil = sys.modules.get("psutil")  # which hosts have loaded
     if chosen == "1" or psutil is None or sys.platform == "win32":  # where no machine has run it yet
         return chosen == "1"
-    for quota, period in _limits("cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us"):
+    for quota, period in (*_limits("cpu.max"), *_limits("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         cores = min(cores, float(quota) / float(period)) if quota != "-1" else cores
     free = psutil.virtual_memory().available
-    for limit, *said in _limits("memory", "memory.max memory.stat", "memory.limit_in_bytes memory.stat"):
+    for limit, *said in (*_limits("memory.max", "memory.stat"), *_limits("memory.limit_in_bytes", "memory.stat")):
         taken = dict(zip(said[::2], said[1::2], strict=False))  # without files, which it can do without
         free = min(free, float(limit) - float(taken.get("total_rss", taken.get("anon", 0))))
     return cores >= 2 and (free > MEMORY or _process._running is not None)
 
 
-def _limits(controller: str, *versions: str) -> Iterator[list[str]]:
-    """What files of the container's groups say, the innermost first. versions: the names of the files in each."""
-    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
-        _, of, path = line.split(":", 2)
-        own = GROUPS.joinpath(*[controller] if of else [], path.lstrip("/"))
-        for group, names in product((own, *own.parents), versions if not of or controller in of.split(",") else ()):
+def _limits(*files: str) -> Iterator[list[str]]:
+    """What these files say in each control group of Linux that this process is in, the innermost first."""
+    own = Path("/proc/self/cgroup")
+    for of, path in re.findall(r":(.*):/(.*)", own.read_text() if own.is_file() else ""):
+        for group in (at := Path("/sys/fs/cgroup") / of / path, *at.parents):
             with suppress(OSError):
-                yield " ".join((group / name).read_text() for name in names.split()).replace("max", "inf").split()
+                yield " ".join((group / name).read_text() for name in files).replace("max", "inf").split()
 
 
 def progress() -> tuple[int, int]:
@@ -269,18 +255,12 @@ class _Process:
         watch = threading.Timer(limit, running.kill)
         watch.daemon = True
         watch.start()
-        try:
-            running.stdin.write(job)
-            running.stdin.flush()
-            while (line := running.stdout.readline()) and not line.endswith(ANSWER):
-                pass
-            answer = pickle.load(running.stdout)
-        except (EOFError, OSError) as error:
-            if time.monotonic() - began < limit:
-                raise
-            raise TimeoutError(f"the process beside gave no answer in {limit:.0f} s, and was stopped") from error
-        finally:
-            watch.cancel()
+        running.stdin.write(job)
+        running.stdin.flush()
+        if not any(line.endswith(ANSWER) for line in running.stdout):
+            raise EOFError(f"the process beside has ended, or hung for {limit:.0f} s")
+        answer = pickle.load(running.stdout)
+        watch.cancel()
         self._longest = max(self._longest, time.monotonic() - began)
         return answer
 

@@ -116,7 +116,9 @@ class GraphCache:
         return {
             "entries": len(entries),
             "graphs": sum(len(entry.graphs) for entry in entries),
-            "pending": sum(_is_pending(graph) for entry in entries for graph in tuple(entry.graphs)),
+            "pending": sum(
+                graph.pending is not None for entry in entries if not entry.is_capture for graph in [*entry.graphs]
+            ),
             "hits": evicted_hits + sum(entry.calls for entry in entries),
             "probe_seconds": sum(entry.probe_seconds for entry in entries),
             "bytes": sum(entry.nbytes for entry in entries),
@@ -281,7 +283,7 @@ class GraphCache:
         try:
             self._keep(entry, graph, seconds, lease, action)
         finally:
-            emit(f"{action}_end", **what, seconds=seconds, pending=_is_pending(graph))
+            emit(f"{action}_end", **what, seconds=seconds, pending=action == "compile" and graph.pending is not None)
         return graph
 
     def _keep(
@@ -297,7 +299,7 @@ class GraphCache:
             elif action == "capture":
                 self._counts["captures"] += 1
             else:
-                self._counts["compilations"] += not _is_pending(graph)
+                self._counts["compilations"] += graph.pending is None
                 self._counts["seconds"] += seconds
             self._sizes.pop(entry.key, None)
             self._sizes[entry.key] = graph.nbytes
@@ -377,10 +379,6 @@ class GraphCache:
         with self._lock:
             if not entry.graphs and self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
-
-
-def _is_pending(graph: Any) -> bool:
-    return getattr(graph, "pending", None) is not None
 
 
 shared = GraphCache()

@@ -93,10 +93,9 @@ class CompiledGraph:
 
     def take_code(self) -> None:
         """See `block_compiler.take_code`."""
-        if self.pending is not None:  # else another thread has
-            asked, self.nbytes = self.pending.take()
-            self.facts, self.pending = replace(self.facts, asked=asked), None
-            self._answers.clear()
+        asked, self.nbytes = self.pending.take()
+        self.facts, self.pending = replace(self.facts, asked=asked), None
+        self._answers.clear()
 
     def serves(self, call: Call) -> bool:
         """Whether the graph is right for the call."""

@@ -143,13 +143,15 @@ class GraphResolver:
     def _take_code(self, call: Call, entry: Entry, graph: CompiledGraph, is_beside: bool) -> bool:
         """Whether the graph runs this call, now that its code is there. Raises CodePending."""
         pending = graph.pending
-        if is_beside and pending is not None and not pending.is_done:
-            raise CodePending(pending)
         while pending is not None and not pending.is_done:
+            if is_beside:
+                raise CodePending(pending)
             self._ask()
             time.sleep(0.2)
         try:
             with entry.busy:  # nobody asks now what the graph is right for
+                if graph.pending is None:
+                    return graph.serves(call)  # another thread has taken it
                 block_compiler.take_code(graph, call.devices)
         except Exception as error:
             pass_on(error, self._interrupts)

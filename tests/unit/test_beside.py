@@ -76,7 +76,7 @@ def answers(stand_in, block):
 def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for_bit(
     tmp_path, block, process, monkeypatch, caplog
 ):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "accel")
     monkeypatch.setattr(report_log, "_has_begun", True)
     here, there = GraphCache(), GraphCache()
     there.store = stores.store(tmp_path)
@@ -87,8 +87,8 @@ def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for
         while_made = stand_in(block.forward, x)
     assert torch.equal(while_made, plain)
     assert [there.statistics()[name] for name in ("compilations", "pending")] == [0, 1]
-    compiled, traced = (re.sub(r"\d+\.\d", "1", message) for message in caplog.messages)
-    assert (compiled, traced) == ("Compiled Block in 1 s.", "Traced Block in 1 s; its code is made beside.")
+    said = [re.sub(r"\d+\.\d", "1", message) for message in caplog.messages if "Block in" in message]
+    assert said == ["Compiled Block in 1 s.", "Traced Block in 1 s; its code is made beside."]
     caplog.clear()
     assert fallbacks.counts() == {("Block", Reason("compiling_beside")): 1}
     assert wait(there) == 1
@@ -122,7 +122,7 @@ def test_a_process_that_ends_costs_the_time_to_compile_here(block, process, capl
     (entry,) = cache.entries()
     assert [graph.pending for graph in entry.graphs] == [None]
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "Block is compiled while the image waits: EOFError: Ran out of input"
+        "Block is compiled while the image waits: EOFError: the process beside has ended, or hung for 600 s"
     ]
     assert process.has_failed and not making.is_possible()
 
@@ -270,8 +270,7 @@ def machine(process, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
 
     monkeypatch.delenv(making.VARIABLE)
-    monkeypatch.setattr(making, "GROUPS", tmp_path)
-    monkeypatch.setattr(making, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(making, "Path", {"/sys/fs/cgroup": tmp_path, "/proc/self/cgroup": tmp_path / "own"}.get)
     become(8, 64)
     return become
 
@@ -296,9 +295,9 @@ def test_it_is_off_on_windows_until_a_machine_has_run_it_there(machine, monkeypa
 
 TOLD, OLDER = "anon 1073741824\nfile 999999999999\n", "rss 5\ntotal_rss 1073741824\ntotal_cache 999999999999\n"
 CONTAINERS = {
-    "second version": ("0::/", "", {}),
-    "second version, of a job": ("0::/jobs/7", "jobs", {}),
-    "first version": ("5:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n1:name=systemd:/\n0::/", "memory", {"cpu": "cpu"}),
+    "second version": ("0::/", "", []),
+    "second version, of a job": ("0::/jobs/7", "jobs", []),
+    "first version": ("5:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n1:name=systemd:/\n0::/", "memory", ["cpu,cpuacct"]),
 }
 
 
@@ -310,12 +309,12 @@ def test_limits_of_a_container_are_those_of_its_machine(how, cores, gigabytes, i
     """For Docker, Kubernetes and clusters, whose programs see all of the machine's cores and memory."""
     own, folder, of_cores = CONTAINERS[how]
     (tmp_path / "own").write_text(own)
-    for name in (folder, *of_cores.values()):
+    for name in (folder, *of_cores):
         (tmp_path / name).mkdir(exist_ok=True)
     quota, limit = str(int(float(cores or 0) * 100000)), str((gigabytes or 0) << 30)
     if of_cores:
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota if cores else "-1")
-        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        (tmp_path / of_cores[0] / "cpu.cfs_quota_us").write_text(quota if cores else "-1")
+        (tmp_path / of_cores[0] / "cpu.cfs_period_us").write_text("100000\n")
         (tmp_path / folder / "memory.limit_in_bytes").write_text(limit if cores else str((1 << 63) - 4096))
     else:
         (tmp_path / folder / "cpu.max").write_text(f"{quota if cores else 'max'} 100000\n")
@@ -410,7 +409,7 @@ def test_a_process_that_hangs_is_stopped_and_another_begins_minutes_later(block,
         stand_in(block.forward, x)
         assert process.ask({}).exception(60)  # what waits behind it waits no longer
         torch.testing.assert_close(stand_in(block.forward, x), block(x))
-    assert "gave no answer in 1 s, and was stopped" in caplog.text
+    assert "the process beside has ended, or hung for 1 s" in caplog.text
     assert process.has_failed and not making.is_possible() and process._running is None
     for name, value in {"LIMIT": 600.0, "_begin": begin}.items():
         monkeypatch.setattr(making, name, value)
