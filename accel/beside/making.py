@@ -77,7 +77,7 @@ def is_possible() -> bool:
 def _limits(*files: str) -> Iterator[list[str]]:
     """What these files say in each control group of Linux that this process is in, the innermost first."""
     own = Path("/proc/self/cgroup")
-    for of, path in re.findall(r":(.*):/(.*)", own.read_text() if own.is_file() else ""):
+    for of, path in re.findall(r":(.*):/(.*)", own.read_text() if os.access(own, os.R_OK) else ""):
         for group in (at := Path("/sys/fs/cgroup") / of / path, *at.parents):
             with suppress(OSError):
                 yield " ".join((group / name).read_text() for name in files).replace("max", "inf").split()

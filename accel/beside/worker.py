@@ -38,8 +38,9 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
             os._exit(0)  # in the middle of a job too: nobody waits for it
 
     threading.Thread(target=read, daemon=True).start()
-    if hasattr(os, "nice") and os.getloadavg()[0] + 1 < os.cpu_count():
-        os.nice(5)  # the image goes first; on a busy machine the process would get next to nothing
+    with suppress(AttributeError, OSError):  # where the system has neither
+        if os.getloadavg()[0] + 1 < (os.cpu_count() or 1):
+            os.nice(5)  # the image goes first; on a busy machine the process would get next to nothing
     _keep_off_devices()
     while True:
         try:
