@@ -21,8 +21,7 @@ _ENDS_WITH_US = """
 import os, runpy, sys, threading
 
 def wait():
-    while os.read(0, 4096):  # no lock of Python is held, without which a script could not end by itself
-        pass
+    while os.read(0, 4096): pass  # holds no lock of Python, without which a script could not end by itself
     os._exit(1)
 
 threading.Thread(target=wait, daemon=True).start()

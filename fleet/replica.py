@@ -125,33 +125,22 @@ class Replica:
 
 def _own_folder() -> Path:
     """A path for this process's new folder; folders of killed processes are removed."""
+    namespace = "/proc/self/ns/pid"  # of process ids: containers may share the folder
+    numbers = os.stat(namespace).st_ino if os.path.exists(namespace) else 0
     parent = Path(tempfile.gettempdir()) / f"comfy-accel-ray-{os.getuid() if hasattr(os, 'getuid') else 'all'}"
-    with contextlib.suppress(FileExistsError):
-        parent.mkdir(mode=0o700)
+    parent.mkdir(mode=0o700, exist_ok=True)
     if hasattr(os, "getuid") and parent.lstat().st_uid != os.getuid():  # somebody else was first
         parent = Path(tempfile.mkdtemp(prefix="comfy-accel-ray-"))
-    numbered_by = _numbered_by()
     for folder in parent.iterdir():
         pid, _, by = folder.name.rpartition("-")[0].partition("-")
-        if pid.isdecimal() and by == numbered_by and os.name != "nt" and not _runs(int(pid)):  # there 0 is Ctrl-C
+        if pid.isdecimal() and by == str(numbers) and os.name != "nt" and not _runs(int(pid)):  # there 0 is Ctrl-C
             shutil.rmtree(folder, ignore_errors=True)
-    return parent / f"{os.getpid()}-{numbered_by}-{uuid.uuid4().hex[:8]}"
-
-
-def _numbered_by() -> str:
-    """What has given this process its number: containers with numbers of their own may share the folder."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
-        return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # no Linux
-        return "system"
+    return parent / f"{os.getpid()}-{numbers}-{uuid.uuid4().hex[:8]}"
 
 
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
