@@ -10,7 +10,17 @@ Importing it imports neither torch nor anything else of the engine.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .hosts.diffusers.module import accelerate_module as accelerate_module
+    from .hosts.diffusers.module import one_run as one_run
+    from .hosts.diffusers.module import restore_module as restore_module
+    from .hosts.diffusers.pipeline import accelerate_pipeline as accelerate_pipeline
+    from .hosts.diffusers.pipeline import accelerated as accelerated
+    from .hosts.diffusers.pipeline import restore as restore
+    from .hosts.diffusers.warm_up import warm_up as warm_up
+    from .step_cache.config import DeepCacheSettings as DeepCacheSettings
 
 __version__ = "0.2.0"
 

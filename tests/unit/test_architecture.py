@@ -173,6 +173,19 @@ def test_nothing_that_a_user_of_comfyui_downloads_needs_the_fleet():
     assert "fleet/" in (root / ".comfyignore").read_text(encoding="utf-8").split()
 
 
+def test_root_has_what_comfyui_the_registry_and_readers_look_for_there():
+    root = set(".ci .comfyignore .github .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE README.md __init__.py".split())
+    root |= set("accel dev dev.py docs example_workflows fleet locales nodes prestartup_script.py".split())
+    root |= {"pyproject.toml", "tests", "web"}
+    assert {path.name for path in ROOT.iterdir() if not _is_made(path)} == root
+
+
+def _is_made(path: Path) -> bool:
+    """Whether git leaves the file out: an environment, a scratch folder, git's own."""
+    left_out = [".git", *(ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()]
+    return any(path.match(pattern.rstrip("/")) for pattern in left_out if pattern and not pattern.startswith("#"))
+
+
 def test_documents_name_files_that_there_are():
     """Paths in backticks: of the repository, or of the engine where they begin with one of its packages."""
     root = ENGINE.parent
