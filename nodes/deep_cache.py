@@ -20,9 +20,9 @@ class AccelDeepCache(io.ComfyNode):
             display_name="Accel: DeepCache (step cache)",
             category="accel",
             description=(
-                "Calls the model only in the steps that matter and extrapolates its result in the others: about half "
-                "at 20 to 50 steps, and few or none below about 10 (Turbo, Lightning, LCM). The image changes. Works "
-                "with any model, size and sampler, and with ControlNets."
+                "Calls the model only in the steps that matter and extrapolates its result in the others: up to half "
+                "of the steps from 20 on, and few or none below about 10 (Turbo, Lightning, LCM). The image changes. "
+                "Works with any model, size and sampler, and with ControlNets."
             ),
             search_aliases=["deep cache", "step cache", "teacache", "easycache", "skip steps", "TaylorSeer"],
             inputs=[

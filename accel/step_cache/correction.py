@@ -8,8 +8,6 @@ prediction, as much of it as this sampler needs to reach the latent that it woul
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .forecast import Evaluation, forecast
@@ -30,11 +28,12 @@ _INEXACT = 1e-4
 class Correction:
     """The corrections of one run. Memory: about twelve latents, and three for each step that is skipped in a row."""
 
-    def __init__(self, response: Response, adds_noise: bool = False):
+    def __init__(self, response: Response, adds_noise: bool):
+        """adds_noise: whether the sampler does: predictions of skipped steps do not follow the latent then."""
         self._response = response
         self._follows = 0.0 if adds_noise else FOLLOW_RATIO
-        self._skipped: list[Evaluation] = []
-        """Since the newest full one."""
+        self._skipped: list[tuple[Evaluation, torch.Tensor]] = []
+        """Since the newest full one, with what the sampler was given."""
         self._errors: dict[int, torch.Tensor] = {}
         """By how much what should have been given exceeds what was: by evaluation, the last `MEMORY`, into which those
         before are folded."""
@@ -51,7 +50,7 @@ class Correction:
     def correct_skipped(self, now: Evaluation) -> torch.Tensor:
         """What the sampler is given for a skipped evaluation, in place of its forecast."""
         given = self._balanced(now.index, now.prediction)
-        self._skipped.append(replace(now, given=given.clone()))  # some samplers write to it
+        self._skipped.append((now, given.clone()))  # some samplers write to it
         return given
 
     def correct_full(self, now: Evaluation, before: Evaluation | None) -> torch.Tensor:
@@ -59,10 +58,10 @@ class Correction:
         the model is asked something else since."""
         if before is not None and self._skipped:
             self._errors = self._errors_before
-            for one in self._skipped:  # what they should have given
+            for one, made in self._skipped:  # what they should have given
                 latent = one.latent + self._deviation(one.index)
-                should = forecast([now, before], one.place, one.level, latent, self._follows)
-                self._note(one.index, should - one.given)
+                should = forecast([now, before], one.angle, one.level, latent, self._follows)
+                self._note(one.index, should - made)
         self._skipped.clear()
         if not self._errors:
             return now.prediction
@@ -98,6 +97,6 @@ class Correction:
         self._errors = {**self._errors, index: off}
         oldest = self._errors.pop(index - MEMORY, None)
         if oldest is not None:
-            for place, factor in enumerate(self._response.folds[index], index - MEMORY + 1):
+            for later, factor in enumerate(self._response.folds[index], index - MEMORY + 1):
                 if factor:
-                    self._errors[place] = self._errors.get(place, 0.0) + factor * oldest
+                    self._errors[later] = self._errors.get(later, 0.0) + factor * oldest

@@ -15,20 +15,20 @@ import torch
 
 @dataclass(frozen=True)
 class Evaluation:
-    """index: of the run's evaluations. place: its noise level in radians. latent, prediction: [B, ...], the latter of
-    the denoised latent. parts: others that the sampler goes by. given: what the sampler got."""
+    """What the sampler asked for once. index: of the run's evaluations. angle, level: its noise level, in radians and
+    as the sampler has it. latent, prediction: [B, ...], the latter of the denoised latent. parts: other predictions
+    that the sampler goes by."""
 
     index: int
-    place: float
+    angle: float
     level: float
     latent: torch.Tensor
     prediction: torch.Tensor
     parts: Sequence[torch.Tensor] = ()
-    given: torch.Tensor | None = None
 
 
 def forecast(
-    points: Sequence[Evaluation], place: float, level: float, latent: torch.Tensor, follows: float | None = None
+    points: Sequence[Evaluation], angle: float, level: float, latent: torch.Tensor, follows: float | None = None
 ) -> torch.Tensor:
     """The prediction for `latent` at a noise level, on the line through those of one or two `points`.
 
@@ -38,11 +38,11 @@ def forecast(
     first, *others = points
     factors = [1.0]
     if others:
-        second = (place - first.place) / (others[0].place - first.place)
+        second = (angle - first.angle) / (others[0].angle - first.angle)
         factors = [1 - second, second]
     held = sum(factor * one.prediction for factor, one in zip(factors, points, strict=True))
     if follows is None:
-        follows = 1 - 0.5 * math.tan(min(place, math.pi / 4))
+        follows = 1 - 0.5 * math.tan(min(angle, math.pi / 4))
     if not follows:
         return held
     noise = sum(factor / one.level * (one.latent - one.prediction) for factor, one in zip(factors, points, strict=True))

@@ -18,23 +18,24 @@ import torch
 from ..core.host_copy import HostCopy
 from .sampler_facts import SamplerFacts
 
-FEWEST, FIRST, WARM_UP = 6, 3, 0.1
-"""The fewest steps of which any is skipped; how many run in full at the beginning, and at least as a share of all: the
-first steps of large models decide the composition."""
+FIRST, WARM_UP = 3, 0.1
+"""How many steps run in full at the beginning, and at least which share of all: the first steps of large models decide
+the composition."""
 
 LATE = 24
-"""How many run in full at the end, over the number of steps: the fewer there are, the more of them change much."""
+"""How many run in full at the end, over the number of steps: the fewer there are, the more of them change much. Of
+six steps or fewer that is all."""
 
 LONGEST = 3
 """The most steps from one full step to the next."""
 
-HALF = 80.0
+EVERY_STEP_DB = 80.0
 """The dB for which every step runs: the share of full steps is at least the target's of it, half for *Balanced*. Large
 models make more of an error than small ones show; what is published of them bears as much."""
 
 CORRECTED, UNCORRECTED = 1.1, 0.4
 """How much of the error of skipped steps is there in the image on the trained networks, as interpolation and as
-extrapolation make it."""
+extrapolation make it. Samplers that add noise count as uncorrected, though they are corrected."""
 
 TAKEN_BACK = 0.8
 """How much of that later steps take back where there is nothing but noise, and by its share elsewhere."""
@@ -82,7 +83,7 @@ class QualityPlan:
             return False
         squared = math.prod(self._shown[-2:]) ** (2 / len(self._shown[-2:]))
         self._ways = self._ways or self._find_ways()
-        least = math.ceil(self._facts.steps * self.target / HALF) - len(self._fulls)
+        least = math.ceil(self._facts.steps * self.target / EVERY_STEP_DB) - len(self._fulls)
         for fulls, (cost, after) in sorted(self._ways[step - 1].items()):
             if fulls >= least and cost * squared <= self._left:
                 self._next_full = after
@@ -122,7 +123,7 @@ class QualityPlan:
         """From each full step to the end: by the number of full steps on the way the least cost, and the first of
         them."""
         steps = self._facts.steps
-        first = max(FIRST, math.ceil(WARM_UP * steps)) if steps >= FEWEST else steps
+        first = max(FIRST, math.ceil(WARM_UP * steps))
         last = steps - max(1, round(LATE / steps))
         ways: list[dict[int, tuple[float, int]]] = [{} for _ in range(steps)] + [{0: (0.0, steps)}]
         for full in reversed(range(steps)):

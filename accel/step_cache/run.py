@@ -76,9 +76,9 @@ class DeepCacheRun:
             self.run_in_full(why_full)
         self.plan.begin(facts)
 
-    def begin(self, level: float, scale: Hashable = None) -> None:
-        """The sampler asks for a prediction at this noise level; the first one of a step decides for all. scale: of the
-        guidance."""
+    def begin(self, level: float, asked: Hashable = None) -> None:
+        """The sampler asks for a prediction at this noise level; the first one of a step decides for all. asked: what
+        is asked of the model, as by its guidance scale; where that changes, a new line begins."""
         self._index, self._level = self._index + 1, level
         if not self.facts.steps:
             return
@@ -87,7 +87,7 @@ class DeepCacheRun:
             self._is_skipped.clear()
             self.forget()
             self.plan.begin(self.facts)
-        situation = scale, stretch_of(self._angle, self._changes)
+        situation = asked, stretch_of(self._angle, self._changes)
         if situation != self._situation:
             self._situation = situation
             self.forget()
@@ -126,7 +126,8 @@ class DeepCacheRun:
         try:
             predicted = forecast(self._known, self._angle, self._level, latent, self._follows)
             now = Evaluation(self._index, self._angle, self._level, latent.clone(), predicted.clone())
-            given = self._corrected(now, is_skipped=True)
+            correction = self._find_correction(now)
+            given = now.prediction if correction is None else correction.correct_skipped(now)
             self._skipped[self._step] = now
         except Exception as error:
             self.run_in_full(f"a skipped step failed ({one_line(error)})", error)
@@ -159,8 +160,9 @@ class DeepCacheRun:
         try:
             if not self._fits(latent):
                 self.forget()
-            before = next((one for one in self._known if one.place != now.place), None)
-            given = self._corrected(now, before)
+            before = next((one for one in self._known if one.angle != now.angle), None)
+            correction = self._find_correction(now)
+            given = now.prediction if correction is None else correction.correct_full(now, before)
             if self._skipped and before is not None:
                 errors = {step: self._error(one, [now, before]) for step, one in self._skipped.items()}
                 self.plan.note_errors(errors)
@@ -170,7 +172,7 @@ class DeepCacheRun:
         except Exception as error:
             self._correction, given = None, prediction
             self.run_in_full(f"its predictions cannot be compared ({one_line(error)})", error)
-        if self._known and self._known[0].place == now.place:
+        if self._known and self._known[0].angle == now.angle:
             self._known[0] = now  # samplers that evaluate a step again know its latent better
         elif self._is_new:
             self._known = [now, *self._known[:1]]
@@ -178,7 +180,7 @@ class DeepCacheRun:
 
     def _error(self, one: Evaluation, points: Sequence[Evaluation]) -> torch.Tensor:
         """How far its prediction is from what it is on the line through `points`."""
-        return distance(one.prediction, forecast(points, one.place, one.level, one.latent, self._follows))
+        return distance(one.prediction, forecast(points, one.angle, one.level, one.latent, self._follows))
 
     def forget(self) -> None:
         """Begin a new line: the model is asked something else."""
@@ -188,16 +190,11 @@ class DeepCacheRun:
     def _fits(self, latent: torch.Tensor) -> bool:
         return bool(self._known) and self._known[0].latent.shape == latent.shape
 
-    def _corrected(self, now: Evaluation, before: Evaluation | None = None, is_skipped: bool = False) -> torch.Tensor:
-        """What the sampler is given for an evaluation; a run that leaves the response is corrected no more. before: the
-        full one before a full one."""
+    def _find_correction(self, now: Evaluation) -> Correction | None:
+        """None from the evaluation on that leaves the response."""
         if self._correction is not None and not self._correction.fits(now):
             self._correction = None
-        if self._correction is None:
-            return now.prediction
-        if is_skipped:
-            return self._correction.correct_skipped(now)
-        return self._correction.correct_full(now, before)
+        return self._correction
 
     def count(self, is_skipped: bool) -> None:
         """Count the current evaluation, which `forecast` and `end` do where they give something."""
@@ -233,10 +230,6 @@ class DeepCacheRun:
     def began(self) -> tuple[float, ...]:
         """The start of each of these steps, in seconds of `time.perf_counter`."""
         return tuple(moment for step, moment in self._began.items() if step in self._counted)
-
-    @property
-    def skipped_steps(self) -> int:
-        return sum(self._counted.values())
 
     @property
     def skipped_work(self) -> float:

@@ -41,9 +41,9 @@ class SamplerFacts:
     """A sampler on one schedule.
 
     levels: noise levels of its steps, and the one at which it ends. is_flow: whether they are shares of noise, 0 to 1,
-    instead of its ratio to the image. adds_noise: whether a step adds noise. gains: by how much an error in the
-    predictions of each step moves the image; empty where that could not be measured. response: None where
-    what it does is not linear.
+    instead of its ratio to the image. adds_noise: whether a step adds noise, or what it does is not known. gains: by
+    how much an error in the predictions of each step moves the image; empty where that could not be measured. response:
+    None where what it does is not linear.
     """
 
     levels: tuple[float, ...]

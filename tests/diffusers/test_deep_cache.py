@@ -153,5 +153,5 @@ def test_call_that_a_skipped_step_has_in_addition_leaves_it_skipped():
     guided = {"skip_layer_guidance_start": 0.3, "skip_layer_guidance_stop": 0.9, "skip_guidance_layers": [4]}
     with calls_of(pipe.transformer) as calls:
         latents, [(full, skipped)] = sample_cached(pipe, every(9), **guided)
-    assert latents.isfinite().all() and full == 2 and skipped
-    assert calls == [3], "once, and it counts from the next full step on"
+    assert latents.isfinite().all() and full == 4 and skipped
+    assert calls == [7], "once; two full steps then begin a new line"

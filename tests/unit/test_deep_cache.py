@@ -61,7 +61,7 @@ def test_skipped_steps_call_no_model_and_the_first_two_are_full(interval):
     run = run_of(every(interval))
     calls, _ = sampled(run)
     assert run.letters == letters(6, interval) and calls == [i for i, one in enumerate(run.letters) if one == "F"]
-    assert run.skipped_steps == 6 - len(calls) and run.skipped_work == run.skipped_steps / 6
+    assert run.letters.count("S") == 6 - len(calls) and run.skipped_work == (6 - len(calls)) / 6
     assert len(run.began) == 6 and sorted(run.began) == list(run.began)
 
 
@@ -210,7 +210,7 @@ def fail(*_, **__):
     "break_it, said, full",
     [
         (lambda run, patch: patch.setattr(run.plan, "skips", fail), "whether to skip a step cannot be judged", 6),
-        (lambda run, patch: patch.setattr(type(run), "_corrected", fail), "its predictions cannot be compared", 6),
+        (lambda run, patch: patch.setattr(run, "_find_correction", fail), "its predictions cannot be compared", 6),
         (lambda run, patch: patch.setattr(run.plan, "note_errors", fail), "its predictions cannot be compared", 4),
         (lambda run, patch: patch.setattr(f"{type(run).__module__}.forecast", fail), "a skipped step failed", 6),
     ],

@@ -118,8 +118,8 @@ class _Image:
 
     @torch.compiler.disable
     def call(self, model: torch.nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call of a model. In a skipped step it returns what the one before did: the scheduler is given what is
-        foretold in place of what the pipeline makes of it."""
+        """One call of a model. In a skipped step it returns what it did in the last full one, and the scheduler is
+        given what is foretold in place of what the pipeline makes of that."""
         if model in _called.get():
             return inner(*args, **kwargs)
         named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}
@@ -242,7 +242,7 @@ class _Image:
                 target_db=self._settings.quality,
                 skipped_work=self._run.skipped_work,
             )
-            if not self._run.skipped_steps and self._run.why_full is None:
+            if not skipping.skipped_steps and self._run.why_full is None:
                 log.info("%s", skipping_fact(skipping).sentence)
             emit("deep_cache_run", skipping=skipping, began=self._run.began)
         self._run, self._evaluation, self._made = None, (-1,), None

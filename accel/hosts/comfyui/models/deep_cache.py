@@ -122,10 +122,9 @@ class _Sampling:
                 callback(step, denoised, *rest)
             else:
                 shown = prediction.clone()
-                version = shown._version
                 callback(step, shown, *rest)
-                if shown._version != version:  # some packs change it in place, for the sampler to go on with
-                    denoised += shown - prediction
+                # Some packs change it in place, for the sampler to go on with.
+                denoised.copy_(torch.where(shown == prediction, denoised, denoised + (shown - prediction)))
 
         return (*args[:5], show, *args[6:])
 
