@@ -378,8 +378,8 @@ MUTATIONS = [
     ),
     Mutation(
         "skipped step that calls the model",
-        "given, functions = run.forecast(x), model_options",
-        "given, functions = (run.forecast(x), executor(x, timestep, model_options, seed))[0], model_options",
+        "    given = run.forecast(x)\n    return",
+        "    given = (run.forecast(x), executor(x, timestep, model_options, seed))[0]\n    return",
         "comfyui/test_deep_cache.py::test_skipped_step_calls_no_model_and_the_image_is_another",
     ),
     Mutation(
@@ -408,14 +408,14 @@ MUTATIONS = [
     ),
     Mutation(
         "predictions of a skipping run kept after it",
-        '"""Drop all tensors."""\n        self._forget()\n',
+        '"""Drop all tensors."""\n        self.forget()\n',
         '"""Drop all tensors."""\n',
         "unit/test_deep_cache.py::test_closed_run_keeps_no_tensor",
     ),
     Mutation(
         "what skipped steps got wrong left in the latent",
-        "self._note(one.index, should - one.given)",
-        "self._note(one.index, 0 * one.given)",
+        "self._note(one.index, should - made)",
+        "self._note(one.index, 0 * made)",
         "unit/test_correction.py::test_latent_is_as_if_nothing_had_been_skipped",
     ),
     Mutation(
@@ -426,7 +426,7 @@ MUTATIONS = [
     ),
     Mutation(
         "skipped step that gives a sampler the parts of the last full one",
-        "parts = zip(_PARTS, sampling.run.parts(x), strict=True)",
+        "parts = zip(_PARTS, run.forecast_parts(x), strict=True)",
         "parts = ()",
         "comfyui/test_deep_cache_samplers.py::test_samplers_that_go_by_both_predictions_get_both_in_skipped_steps",
     ),
