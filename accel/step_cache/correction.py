@@ -33,7 +33,7 @@ class Correction:
         self._response = response
         self._follows = 0.0 if adds_noise else FOLLOW_RATIO
         self._skipped: list[tuple[Evaluation, torch.Tensor]] = []
-        """Since the newest full one, with what the sampler was given."""
+        """Skipped evaluations since the newest full one, each with the prediction that the sampler was given."""
         self._errors: dict[int, torch.Tensor] = {}
         """By how much what should have been given exceeds what was: by evaluation, the last `MEMORY`, into which those
         before are folded."""
@@ -48,14 +48,14 @@ class Correction:
         return now.index < len(levels) and is_near(levels[now.index], now.level)
 
     def correct_skipped(self, now: Evaluation) -> torch.Tensor:
-        """What the sampler is given for a skipped evaluation, in place of its forecast."""
+        """Returns the prediction to give to the sampler for a skipped evaluation: its forecast, corrected."""
         given = self._balanced(now.index, now.prediction)
         self._skipped.append((now, given.clone()))  # some samplers write to it
         return given
 
     def correct_full(self, now: Evaluation, before: Evaluation | None) -> torch.Tensor:
-        """What the sampler is given in place of a full evaluation's prediction. before: the full one before; None where
-        the model is asked something else since."""
+        """Returns the prediction to give to the sampler for a full evaluation, corrected. before: the full one before;
+        None where the model is asked something else since."""
         if before is not None and self._skipped:
             self._errors = self._errors_before
             for one, made in self._skipped:  # what they should have given

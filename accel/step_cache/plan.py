@@ -61,7 +61,7 @@ class QualityPlan:
         """The run begins, or goes back to its beginning."""
         self._facts = facts
         self._left = 10 ** (-self.target / 10)
-        """Of the allowance."""
+        """How much of the allowance is left, as a cost."""
         self._fulls: list[int] = []
         self._next_full = 0
         """The step up to which all are skipped."""

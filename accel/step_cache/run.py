@@ -60,11 +60,11 @@ class DeepCacheRun:
         self._counted: dict[int, bool] = {}
         """Steps that made an evaluation to its end: whether any of it was skipped."""
         self._evaluations: list[bool] = []
-        """Those that came to their end: whether each was skipped."""
+        """Whether each evaluation that came to its end was skipped."""
         self._known: list[Evaluation] = []
         """The last two full ones, the newest first, as long as the model is asked the same. Memory: four latents."""
         self._skipped: dict[int, Evaluation] = {}
-        """By step, since the newest full one."""
+        """Skipped evaluations since the newest full one, by step."""
         self._situation: Hashable = None
         self._follows = 0.0 if facts.adds_noise else None
         self._correction = None if facts.response is None else Correction(facts.response, facts.adds_noise)
@@ -119,8 +119,8 @@ class DeepCacheRun:
         self._is_skipped[self._step] = False
 
     def forecast(self, latent: torch.Tensor) -> torch.Tensor | None:
-        """What the sampler is given for a skipped evaluation of `latent` [B, ...]; None where the model is to be
-        called."""
+        """Returns the prediction to give to the sampler for a skipped evaluation of `latent` [B, ...]; None where the
+        model is to be called."""
         if not self.skips or not self._fits(latent):
             return None
         try:
@@ -141,7 +141,7 @@ class DeepCacheRun:
         return all(one.parts for one in self._known)
 
     def forecast_parts(self, latent: torch.Tensor) -> list[torch.Tensor]:
-        """What `end` was given beside predictions, as foretold for a skipped evaluation."""
+        """Returns the forecasts of the `parts` that `end` was given, for a skipped evaluation of `latent`."""
         each = zip(*(one.parts for one in self._known), strict=True)
         points = [
             [replace(one, prediction=part) for one, part in zip(self._known, parts, strict=True)] for parts in each
@@ -149,8 +149,8 @@ class DeepCacheRun:
         return [forecast(known, self._angle, self._level, latent, self._follows) for known in points]
 
     def end(self, latent: torch.Tensor, prediction: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """What the sampler is given in place of the model's `prediction` [B, ...] for `latent`. parts: predictions that
-        it goes by beside this one."""
+        """Returns the prediction to give to the sampler in place of the model's `prediction` [B, ...] for `latent`.
+        parts: predictions that it goes by beside this one."""
         self.count(False)
         if self.why_full is not None and self._correction is None or not self.facts.steps:
             return prediction

@@ -142,10 +142,10 @@ def a_few_steps(network, sampler="euler", **others):
     return tiny_models.sample_latent(model, latent, *prompts, 6, toy.CFG, sampler, **others)
 
 
-TOLD_APART = "euler", "dpmpp_2m", "uni_pc", "heun", "euler_ancestral", "euler_cfg_pp", "dpm_fast", "dpm_adaptive"
+SORTS = "euler", "dpmpp_2m", "uni_pc", "heun", "euler_ancestral", "euler_cfg_pp", "dpm_fast", "dpm_adaptive"
 
 
-@pytest.mark.parametrize("sampler", thorough_except(comfy.samplers.SAMPLER_NAMES, *TOLD_APART))
+@pytest.mark.parametrize("sampler", thorough_except(comfy.samplers.SAMPLER_NAMES, *SORTS))
 def test_samplers_whose_predictions_add_up_are_corrected(network, corrections, sampler):
     a_few_steps(network, sampler)
     assert corrections == [sampler not in UNCORRECTED]
@@ -158,8 +158,8 @@ def test_mask_leaves_a_run_uncorrected(network, corrections):
 
 @pytest.mark.parametrize("name", thorough_except(toy.NETWORKS, "unet"))
 def test_corrected_images_are_closer(monkeypatch, name):
-    """Mean of four seeds, in dB over the same steps uncorrected."""
-    model, closer = load(name), []
+    """Mean of four seeds, in dB over the same steps uncorrected; docs/deepcache.md quotes the bounds."""
+    model, closer, lower = load(name), [], 0.5 * (name == "vpred")
     cached = apply_deep_cache(model, every(2, start_percent=0.3))
     for sampler in ("euler", "dpmpp_2m"):
         plain, corrected = images(model, sampler), images(cached, sampler)
@@ -167,7 +167,7 @@ def test_corrected_images_are_closer(monkeypatch, name):
             without.setattr(host, "facts_of", lambda *given: replace(facts_of(*given), response=None))
             uncorrected = images(cached, sampler)
         closer.append((similarity.latent_psnr(corrected, plain) - similarity.latent_psnr(uncorrected, plain)).mean())
-    assert sum(closer) / 2 > 0.5, closer
+    assert min(closer) > 0.5 - lower and sum(closer) / 2 > 1.5 - lower, closer
 
 
 @pytest.mark.parametrize("name", thorough_except(["unet", "dit"], "dit"))

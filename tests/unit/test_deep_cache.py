@@ -181,7 +181,7 @@ def test_steps_outside_the_window_are_full():
 def test_runs_that_may_skip_nothing_are_full_and_say_why(run, why, caplog):
     run = run_of(every(9), **run)
     assert all(evaluated(run, *run.facts.levels[:-1]))
-    assert run.letters == "F" * run.facts.steps or "up and down" in why  # then steps are not told apart
+    assert run.letters == "F" * run.facts.steps or "up and down" in why  # then steps cannot be distinguished
     assert run.why_full == why and caplog.text.count(f"{why}; every step runs in full") == 1
 
 

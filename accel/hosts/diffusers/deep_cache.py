@@ -105,9 +105,9 @@ class _Image:
         self._calls = 0
         """Calls of the current evaluation."""
         self._calls_before = 0
-        """Those of the evaluation before."""
+        """Calls of the evaluation before."""
         self._is_held = False
-        """Whether any of them returned what the last full evaluation did."""
+        """Whether one of the current evaluation's calls returned the output of the last full one."""
         self._returned: list[tuple[Hashable, Any]] = []
         """What each call of the last full evaluation was given, by `_layout`, and what it returned."""
         self._made: Callable[[], Any] | None = None
@@ -164,7 +164,7 @@ class _Image:
             return None
 
     def _end_evaluation(self, run: DeepCacheRun, given: Mapping[str, Any], calls: int) -> torch.Tensor | None:
-        """What the scheduler is given; None for the model's output as it is."""
+        """Returns the output to give to the scheduler; None to leave it as it is."""
         scheduler = self._schedule.scheduler
         output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
         if output.shape != sample.shape:

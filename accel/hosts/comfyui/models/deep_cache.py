@@ -85,7 +85,7 @@ class _Sampling:
         self.functions = 0
         """How many functions after guidance are not the sampler's."""
         self.seen: dict[str, Any] = {}
-        """What the sampler's were given in the last full evaluation."""
+        """The arguments of the sampler's functions after guidance, in the last full evaluation."""
 
     def begin(self, guider: Any, schedule: torch.Tensor, model_options: dict[str, Any]) -> None:
         """Make the run, when the guider has its model and the sampler its schedule."""
