@@ -25,6 +25,9 @@ NEEDED = (
     "accel/__init__.py",
 )
 NEEDED_FOLDERS = ("nodes/", "web/docs/", "locales/zh/", "example_workflows/api/")
+FORBIDDEN = "S102,S307,E702"
+"""Ruff's rules that `comfy node validate` asks for: `exec`, `eval`, and several statements in a line."""
+
 PLACEHOLDERS = {"ADDRESS_OF_THIS_PAGE": "https://github.com/{owner}/comfy-accel", "OWNER": "{owner}"}
 """In pyproject.toml and the pages, where only the person who publishes knows what to write."""
 
@@ -130,23 +133,30 @@ def validation(tools: Path) -> Iterator[str]:
         yield said.strip()
 
 
+def forbidden(folder: Path = ROOT) -> list[str]:
+    """What `comfy node validate` would find in a folder, packed or not, by the ruff of this environment."""
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--output-format=concise", "--select", FORBIDDEN]
+    found = subprocess.run([*ruff, folder], capture_output=True, text=True)
+    return (found.stdout + found.stderr).splitlines() if found.returncode else []
+
+
 def package(tools: Path) -> Iterator[str]:
-    """What is wrong with what `comfy node pack` packs: too large, incomplete, or with `exec` or `eval`."""
+    """What is wrong with what `comfy node pack` packs: too large, or incomplete."""
     made = ROOT / "node.zip"
     try:
         _comfy(tools, "pack")
-        yield from contents(made, tools)
+        yield from contents(made)
     finally:
         made.unlink(missing_ok=True)
 
 
-def contents(made: Path, tools: Path | None = None) -> Iterator[str]:
-    """The same for a package that is there; tools: an environment with ruff, None to leave its check out."""
+def contents(made: Path) -> Iterator[str]:
+    """The same for a package that is there."""
     size = made.stat().st_size
     print(f"  {size / 1e6:.2f} MB", flush=True)
     if size > LARGEST:
         yield f"{size / 1e6:.2f} MB is more than {LARGEST / 1e6} MB"
-    with zipfile.ZipFile(made) as archive, tempfile.TemporaryDirectory() as folder:
+    with zipfile.ZipFile(made) as archive:
         names = archive.namelist()
         for needed in NEEDED:
             if needed not in names:
@@ -157,12 +167,6 @@ def contents(made: Path, tools: Path | None = None) -> Iterator[str]:
         for name in names:
             if name.startswith(("tests/", "dev/", "dev.py", ".")) and name != ".comfyignore":
                 yield f"{name} is of no use to a user"
-        if tools:
-            archive.extractall(folder)
-            ruff = [tools, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "S102,S307", folder]
-            found = subprocess.run(ruff, capture_output=True, text=True)
-            if found.returncode:
-                yield found.stdout.strip() or found.stderr.strip()
 
 
 def wheel(tools: Path) -> Iterator[str]:

@@ -126,7 +126,7 @@ WAYS = {
 
 for _name, (*_statements, _result) in WAYS.items():
     _text = "\n    ".join([f"def {_name}(part, x):", *_statements, f"return {_result}"])
-    exec(compile(_text, __file__, "exec"))
+    globals()[_name] = types.FunctionType(compile(_text, __file__, "exec").co_consts[0], globals())
 
 
 # Those that take more than a line or two

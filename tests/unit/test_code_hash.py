@@ -271,6 +271,5 @@ def test_code_of_an_installed_package_may_read_the_environment_and_is_not_saved(
     scope = {"__name__": "a_package", "os": os}
     code = compile("def ask(x): return x * float(os.environ.get('A', 1))", f"{os.sep}site-packages{os.sep}a.py", "exec")
     monkeypatch.setitem(sys.modules, "a_package", types.ModuleType("a_package"))
-    exec(code, scope)
-    ask = scope["ask"]
+    ask = types.FunctionType(code.co_consts[0], scope)
     assert "the environment's variables" in describe(Runs(lambda x: ask(x))).code.opaque
