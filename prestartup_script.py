@@ -24,6 +24,8 @@ def _is_wanted():
     named = os.environ.get("ACCEL_CUDA_GRAPHS", "").strip().lower()
     if named in _CHOICES:
         return _CHOICES[named]
+    if named:
+        logging.warning("Accel: ACCEL_CUDA_GRAPHS is neither on nor off: it counts as not set.")
     import folder_paths
 
     file = os.path.join(folder_paths.get_user_directory(), "__accel", "preferences.json")
