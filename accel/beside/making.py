@@ -9,6 +9,7 @@ import os
 import pickle
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -32,10 +33,10 @@ from ..signature import switches
 VARIABLE = "ACCEL_COMPILE_BESIDE"
 """In the environment: 0 has every image wait for its code, 1 none, whatever the machine has."""
 
-MEMORY, IDLE, LIMIT, AGAIN = 2 << 30, 60.0, 600.0, 300.0
+MEMORY, IDLE, LIMIT, AGAIN, LATE = 2 << 30, 60.0, 600.0, 300.0, 300.0
 """Bytes that must be free, of which it takes 660 MB, and compilers some. Seconds: without a graph after which it ends;
-of one graph, or 3 times the longest so far, after which it has hung and is stopped; from there to another, then twice.
-"""
+of one graph, or 3 times the longest so far, after which it has hung and is stopped; from there to another, then twice;
+of images without code until that is said."""
 
 _ENGINE = __name__.rsplit(".", 2)[0]
 _SIZE = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
@@ -88,6 +89,15 @@ def progress() -> tuple[int, int]:
     return _process.done, _process.given
 
 
+def tell_if_late() -> None:
+    """Say once in a process that images have gone without code for minutes, and what to do."""
+    if not _process.is_told and time.monotonic() - _process.began > LATE:
+        _process.is_told, (done, given) = True, progress()
+        said = "The code of %d of %d graphs is not ready after %.0f minutes; images run uncompiled until it is. If it "
+        said += "never is, set %s=0 in the environment and start again: images then wait for it."
+        log.info(said, given - done, given, LATE / 60, VARIABLE)
+
+
 class Beside(Inductor):
     """Inductor in the process: the code of an artifact is pending."""
 
@@ -98,10 +108,7 @@ class Beside(Inductor):
 
 
 class _Making:
-    """The function of one graph while it is made. job: the answer of the process; None where the graph was not sent.
-
-    device: that the code is for.
-    """
+    """The function of one graph for a device, while it is made. job: the process's answer; None: it was not sent."""
 
     def __init__(self, device: torch.device):
         self.device, self.modules, self._run = device, [], None
@@ -196,10 +203,10 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 class _Process:
-    """The process. given, done: jobs since it last had none."""
+    """The process. given, done: jobs since it last had none, at `began`. is_told: images without code were told of."""
 
     def __init__(self) -> None:
-        self.given, self.done, self._longest = 0, 0, 0.0
+        self.given, self.done, self.began, self.is_told, self._longest = 0, 0, 0.0, False, 0.0
         self._again, self._pause = 0.0, AGAIN
         self._jobs: queue.SimpleQueue[tuple[bytes, Any, Future]] = queue.SimpleQueue()
         self._running: subprocess.Popen | None = None
@@ -216,7 +223,7 @@ class _Process:
         if self._thread.ident is None:
             self._thread.start()
         if self.done == self.given:
-            self.given = self.done = 0
+            self.given, self.done, self.began = 0, 0, time.monotonic()
         self.given += 1
         self._jobs.put((data, job.get("device"), answer := Future()))
         return answer
@@ -225,6 +232,8 @@ class _Process:
         """End it, in the middle of a job too."""
         running, self._running = self._running, None
         if running is not None:
+            with suppress(AttributeError, OSError):  # and compilers that it runs, of its group; Windows has none
+                os.killpg(running.pid, signal.SIGKILL)
             running.kill()
             running.wait()
 
@@ -270,7 +279,7 @@ def _begin() -> subprocess.Popen:
     around = {name: list(sys.modules[name].__path__) for name in (".".join(names[:at]) for at in range(1, len(names)))}
     quietly = {"creationflags": 0x08004000} if sys.platform == "win32" else {}  # no window, below normal priority
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    made = subprocess.Popen([sys.executable, "-c", _BEGIN], **pipes, **quietly)
+    made = subprocess.Popen([sys.executable, "-c", _BEGIN], start_new_session=True, **pipes, **quietly)
     pickle.dump(([path for path in sys.path if path], around, f"{_ENGINE}.beside.worker"), made.stdin)
     return made
 

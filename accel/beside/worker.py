@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import re
+import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -34,8 +35,10 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
         try:
             while True:
                 jobs.put(pickle.load(asked))
-        finally:
-            os._exit(0)  # in the middle of a job too: nobody waits for it
+        finally:  # in the middle of a job too: nobody waits for it, or for compilers that it has started
+            with suppress(AttributeError, OSError):
+                os.killpg(os.getpid(), signal.SIGKILL)
+            os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
     with suppress(AttributeError, OSError):  # where the system has neither
@@ -53,7 +56,8 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _keep_off_devices() -> None:
-    """Have torch build kernels without loading them, and describe tensors without making one."""
+    """Have torch build kernels here and not load them, and describe tensors without making one."""
+    os.environ["TORCH_WARM_POOL"] = "0"  # a process of 600 MB that would build kernels, and more for each core
     find_assembler, loaded, key, save = (name.get() for name in torch_internals.KERNELS_BESIDE)
 
     def triton(self: Any, name: str, source: str, device_str: str = "cuda") -> None:
@@ -66,8 +70,7 @@ def _keep_off_devices() -> None:
     patterns = torch_internals.PATTERNS.get()
     torch_internals.KERNEL_BUILDER.replaced(triton).start()
     torch_internals.NO_CONTEXT.replaced(lambda device: None).start()
-    # With a number on the device.
-    torch_internals.PATTERNS.replaced(lambda device: patterns(torch.device("cpu"))).start()
+    torch_internals.PATTERNS.replaced(lambda device: patterns(torch.device("cpu"))).start()  # else a number on it
     torch_internals.PADDING_TIMES.replaced(_no_times).start()
 
 
@@ -94,7 +97,6 @@ def _compiled(
     from torch._inductor import config
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    of_sizes = torch.fx.experimental._config
     os.environ.update(environment)
     torch.set_num_threads(threads)
     put_in_force(switches)
@@ -112,9 +114,9 @@ def _compiled(
     examples = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
-        config.patch(settings[0]),
+        config.patch(settings[0] | ({} if device.type == "cpu" else {"compile_threads": 1})),  # no pool either
         of_autograd.patch(settings[1]),
-        of_sizes.patch(settings[2]),
+        torch.fx.experimental._config.patch(settings[2]),
         torch_internals.TRACING.get()(torch_internals.TRACING_CONTEXT.get()(mode)),
         code_generation(device),
     ):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..beside.making import tell_if_late
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..compile.backend import Pending
@@ -227,6 +228,7 @@ class BlockRunner:
         if self.observer is not None and self.observer.capturing:
             raise NotReady(f"{self.kind.name} ({self._region.path}) has no code yet")
         self._pending = why.pending
+        tell_if_late()
         self.ways.add(COMPARED)
         if self.observer is not None:
             self.observer.is_stable = False

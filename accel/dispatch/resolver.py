@@ -105,12 +105,9 @@ class GraphResolver:
         self._is_beside = settings.beside
         self._kind_unchanged, self._ask = kind_unchanged, ask
 
-    def resolve(self, call: Call, observer: BlockObserver | None) -> ResolvedGraph | None:
+    def resolve(self, call: Call, observer: BlockObserver | None, may_wait: bool = False) -> ResolvedGraph | None:
         """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph and CodePending."""
-        return self._resolve(call, observer, self._is_beside)
-
-    def _resolve(self, call: Call, observer: BlockObserver | None, is_beside: bool) -> ResolvedGraph | None:
-        name, region = call.kind.name, self._region
+        name, region, is_beside = call.kind.name, self._region, self._is_beside and not may_wait
         device = elsewhere(call.weights, call.inputs)
         if device is not None:
             # A graph would serve only this split of the weights, and the next run splits them differently.
@@ -136,7 +133,7 @@ class GraphResolver:
             reason = Reason("compile_failed", error=f"out of memory: {one_line(error)}")
         else:
             if graph.pending is not None and not self._take_code(call, entry, graph, is_beside):
-                return self._resolve(call, observer, is_beside=False)
+                return self.resolve(call, observer, may_wait=True)
             return self._resolved(call, entry, graph, observer is not None and observer.may_capture)
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
 
