@@ -15,6 +15,11 @@ def test_every_template_has_its_drawn_picture_and_api_form():
     assert all(workflow.api_form(name).is_file() for name in names)
 
 
+def test_the_registry_s_pictures_have_the_shapes_that_it_shows():
+    banner, icon = (Image.open(ROOT / "docs" / f"{name}.png") for name in ("banner", "icon"))
+    assert banner.width * 9 == banner.height * 21 and icon.width == icon.height <= 400
+
+
 def distance(one, other) -> int:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
