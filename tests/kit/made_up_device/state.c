@@ -57,38 +57,43 @@ struct range {
     char *start;
     size_t bytes;
     enum place place;
-    struct range *next;
 };
-static struct range *ranges;
+static struct range *ranges; /* in order of their addresses */
+static size_t count, room;
 static size_t taken;
+
+static size_t first_beyond(const char *address) { /* the first that begins after it */
+    size_t low = 0, high = count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (ranges[middle].start <= address) low = middle + 1; else high = middle;
+    }
+    return low;
+}
 
 void know_range(void *address, size_t bytes, enum place place) {
     LOCKED;
-    struct range *range = malloc(sizeof *range);
-    *range = (struct range){address, bytes, place, ranges};
-    ranges = range;
+    if (count == room) ranges = realloc(ranges, (room = room ? 2 * room : 256) * sizeof *ranges);
+    size_t at = first_beyond(address);
+    memmove(ranges + at + 1, ranges + at, (count++ - at) * sizeof *ranges);
+    ranges[at] = (struct range){address, bytes, place};
 }
 
 static size_t drop_range(void *address) {
     LOCKED;
-    for (struct range **at = &ranges; *at; at = &(*at)->next) {
-        struct range *range = *at;
-        if (range->start != address) continue;
-        size_t bytes = range->bytes;
-        *at = range->next;
-        free(range);
-        return bytes;
-    }
-    return 0;
+    size_t at = first_beyond(address);
+    if (at == 0 || ranges[at - 1].start != address) return 0;
+    size_t bytes = ranges[at - 1].bytes;
+    memmove(ranges + at - 1, ranges + at, (count-- - at) * sizeof *ranges);
+    return bytes;
 }
 
 bool forget_range(void *address) { return drop_range(address) != 0; }
 
 enum place place_of(const void *address) {
     LOCKED;
-    for (struct range *range = ranges; range; range = range->next)
-        if ((const char *)address >= range->start && (const char *)address < range->start + range->bytes)
-            return range->place;
+    size_t at = first_beyond(address);
+    if (at && (const char *)address < ranges[at - 1].start + ranges[at - 1].bytes) return ranges[at - 1].place;
     return PAGEABLE;
 }
 
