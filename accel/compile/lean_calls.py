@@ -8,6 +8,7 @@ Python for each, 6 to 7 µs, of which one is left.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,12 +33,12 @@ from .generated_code import LoadedCode
 Run = Callable[[Sequence[torch.Tensor]], Any]
 
 
-def watched(run: Run, tensors: Sequence[torch.Tensor]) -> tuple[Any, Run | None]:
+def watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int] = ()) -> tuple[Any, Run | None]:
     """What `run` returns for the tensors, and what does the same for others of their sizes, strides and types with less
     Python; None where torch does more around its generated code than to choose and to order.
 
-    run: of a graph that writes to none of the tensors. It still serves calls that the profiler watches, and calls with
-    gradients, which torch turns off in there.
+    run: of a graph that writes to the tensors at `changed` alone. It still serves calls that the profiler watches, and
+    calls with gradients, which torch turns off in there.
     """
     code = getattr(GENERATED_CALL.get(None), "__code__", None)
     if code is None or sys.getprofile() is not None or ANY_AUTOCAST.get(lambda: True)():
@@ -68,17 +69,20 @@ def watched(run: Run, tensors: Sequence[torch.Tensor]) -> tuple[Any, Run | None]
     if len(calls) != 1 or len(results) != 1:
         return out, None
     generated, given = calls[0]
-    arguments, output = _arguments(given, tensors), _output(out, results[0])
-    return out, None if None in (arguments, output) else _lean(run, generated, arguments, output)
+    arguments, output = _arguments(given, tensors), _output(out, results[0], tensors, changed)
+    return out, None if None in (arguments, output) else _lean(run, generated, arguments, output, changed)
 
 
-def _lean(run: Run, generated: Callable, arguments: Callable, output: Callable) -> Run:
+def _lean(run: Run, generated: Callable, arguments: Callable, output: Callable, changed: Sequence[int]) -> Run:
     profiler, is_grad_enabled = torch.autograd.profiler, torch.is_grad_enabled
+    increment_version = torch.autograd.graph.increment_version
 
     def lean(tensors: Sequence[torch.Tensor]) -> Any:
         if profiler._is_profiler_enabled or is_grad_enabled():
             return run(tensors)
-        return output(generated(list(arguments(tensors))))  # in a list, which generated code empties
+        if changed:  # Generated code writes by address, which autograd does not see.
+            increment_version([tensors[at] for at in changed])
+        return output(generated(list(arguments(tensors))), tensors)  # in a list, which generated code empties
 
     return lean
 
@@ -97,19 +101,35 @@ def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callabl
     return lambda tensors: choose((*tensors, *sizes))
 
 
-def _output(out: Any, results: Any) -> Callable | None:
-    """What finds the graph's output in generated code's results; None where it is no tensor of these, or tuple or list
-    of them."""
-    places = {id(value): at for at, value in enumerate(results or ()) if isinstance(value, torch.Tensor)}
+def _output(out: Any, results: Any, tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> Callable | None:
+    """What finds the graph's output in generated code's results and in the tensors that the graph writes to; None where
+    it is neither one of these nor a tuple or list of them.
+
+    None too where a result is no output, or is there twice: torch writes that to a tensor after the call.
+    """
+    made = [value for value in results or () if isinstance(value, torch.Tensor)]
+    places = {id(value): at for at, value in enumerate(results or ())}
     parts = out if type(out) in (tuple, list) else (out,)
+    if {id(value) for value in made} - {id(part) for part in parts} or len({*map(id, made)}) < len(made):
+        return None
+    places |= {id(tensors[at]): at - len(tensors) for at in changed if id(tensors[at]) not in places}
     order = [places.get(id(part)) for part in parts]
     if None in order:
         return None
-    if parts is not out:
-        (at,) = order
-        return lambda results: results[at]
     choose = items_at(order)
-    return choose if type(out) is tuple else lambda results: list(choose(results))
+    if parts is not out:
+        choose = operator.itemgetter(*order)
+    elif type(out) is list:
+        choose = _as_list(choose)
+    if min(order, default=0) >= 0:
+        return lambda results, tensors: choose(results)
+    if max(order) < 0:
+        return lambda results, tensors: choose(tensors)
+    return lambda results, tensors: choose((*results, *tensors))
+
+
+def _as_list(choose: Callable) -> Callable:
+    return lambda values: list(choose(values))
 
 
 _LAUNCHER = """# in which torch has the sizes of a grid as text; it loads this as it does its own code

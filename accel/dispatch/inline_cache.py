@@ -102,11 +102,13 @@ class GuardedCall(SizeGuard):
         self.copied = [at for at in self._strided if at in changed]
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(changed, [extent(tensor) for tensor in given]) if changed else []
-        self.lean: Run | None = None if changed else self._watched
+        self.lean: Run | None = self._watched
         """Runs the graph with what it takes, faster than `graph.run`; None where nothing does."""
 
     def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
-        out, self.lean = watched(self.resolved.graph.run, tensors)
+        facts = self.resolved.graph.facts
+        changed = [facts.weights + at for at in facts.changed]
+        out, self.lean = watched(self.resolved.graph.run, tensors, changed)
         return out
 
     def inputs(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:

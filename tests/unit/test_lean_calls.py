@@ -28,6 +28,21 @@ def viewed(x, weight):
     return x[1:], x @ weight
 
 
+def added_to(x, weight):
+    x += x @ weight
+    return x
+
+
+def added_to_one(x, weight):
+    x.add_(x @ weight)
+    return [torch.tanh(x), x]
+
+
+def written_and_not_handed_back(x, weight):
+    x.mul_(2)
+    return x @ weight
+
+
 @pytest.fixture(scope="module")
 def inductor_is_there():
     from comfy_accel.accel.core import toolchain
@@ -89,6 +104,54 @@ def test_output_that_torch_makes_of_the_results_is_left_to_it(compiled, function
     run, _ = compiled(function)
     out, lean = watched(run, tensors(function))
     assert lean is None and len(out) == 2
+
+
+WRITING = [added_to, added_to_one, written_and_not_handed_back]
+
+
+@pytest.mark.parametrize("function", WRITING)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("made_in", [torch.inference_mode, torch.no_grad])
+def test_calls_that_write_to_a_tensor_write_and_count_it_as_torch_does(compiled, function, mode, made_in):
+    run, calls = compiled(function)
+    with mode():
+        with torch.inference_mode(made_in is torch.inference_mode):
+            first, second = tensors(function), tensors(function, rows=8)
+        run([tensor.clone() for tensor in second])  # torch watches the first call
+        for given in (first, second):
+            with torch.inference_mode(made_in is torch.inference_mode):
+                watching = [given[0].clone(), given[1]]
+            _, lean = watched(run, watching, [0])
+            for _ in range(2):
+                with torch.inference_mode(made_in is torch.inference_mode):
+                    ones, others = ([given[0].clone(), given[1]] for _ in range(2))
+                counted = [0 if one.is_inference() else one._version for one in (ones[0], others[0])]
+                expected = run(ones)
+                calls.clear()
+                out = lean(others)
+                assert not calls
+                equal(out, expected)
+                equal(others, ones)
+                for one, other in ((out, others[0]), (expected, ones[0])):
+                    last = one[-1] if type(one) is list else one
+                    assert (last is other) == (function is not written_and_not_handed_back)
+                if not ones[0].is_inference():
+                    assert others[0]._version - counted[1] == ones[0]._version - counted[0]
+
+
+@torch.inference_mode()
+def test_what_torch_writes_after_the_call_is_left_to_it():
+    code = LoadedCode(None)
+    code.current_callable = lambda inputs: [inputs[0] + 1, inputs[0] * 2]
+
+    def run(given):
+        changed, out = code(list(given))
+        given[0].copy_(changed)
+        return out
+
+    x = torch.ones(2)
+    out, lean = watched(run, (x,), [0])
+    assert lean is None and x.tolist() == [2.0, 2.0] and out.tolist() == [2.0, 2.0]
 
 
 @torch.inference_mode()
