@@ -208,11 +208,9 @@ class ComfyUI:
         return json.loads(text).get(prompt_id)
 
     async def _take_back(self, prompt_id: str) -> None:
-        try:
+        with contextlib.suppress(Gone):
             await self.ask("POST", "/queue", {"delete": [prompt_id]})
             await self.ask("POST", "/interrupt", {"prompt_id": prompt_id})
-        except Gone:
-            pass
 
     async def stop(self) -> None:
         """End the process and remove its folder."""

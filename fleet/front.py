@@ -32,7 +32,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from .comfyui_process import NotReached, ask
 from .counts import MET, States
 from .http import Json, answering, read_body, read_json, refusal, refuse_foreign_origin
-from .results import PROMPT_ID, Results, failed, inside, published
+from .results import PROMPT_ID, Results, failed, inside, last_messages, published
 from .routing import routing_key
 from .settings import Settings
 
@@ -224,7 +224,7 @@ class Front:
         """Run the prompt once; whether it has a result. Raises Ray's error if the replica ended."""
         handle = self._replicas.options(stream=True, multiplexed_model_id=prompt.key if self._by_graph else "")
         prompt.response, prompt.seen = handle.run.remote(prompt.prompt_id, prompt.key, prompt.body), False
-        held: list[str] = []
+        held: list[dict[str, Any]] = []
         async for kind, value in prompt.response:
             prompt.seen |= kind != "replica"
             if kind == "sent":
@@ -241,14 +241,18 @@ class Front:
                 self._states.heard(value)
             elif kind == "message":
                 prompt.running = True  # ComfyUI tells nothing of a prompt that waits in its own queue
-                message = to_hold(value, prompt.prompt_id) if isinstance(value, str) else None
-                if message is not None:
-                    held.append(message)
+                event = to_hold(value, prompt.prompt_id) if isinstance(value, str) else None
+                if event is not None:
+                    held.append(event)
                 else:
                     await self._tell(prompt.client_id, value)
             else:
-                self._count(value)
-                await self._end(prompt, *held)
+                self._counts.update(("answered", MET[value["met"]]))
+                if "replica" in value:
+                    self._states.heard(value["replica"])
+                said = last_messages(value["entry"])
+                # Not all came if an earlier run was published, or if ComfyUI fell silent near the end of this one.
+                await self._end(prompt, *(held if said[-1] in held else said))
                 return True
         return False
 
@@ -264,24 +268,18 @@ class Front:
     async def _fail(self, prompt: Prompt, reason: str, **details: Any) -> None:
         kind = "execution_interrupted" if prompt.stopped else "execution_error"
         entry = failed(kind, prompt.queued(), exception_message=reason, exception_type="Fleet", traceback=[], **details)
-        entry = await asyncio.to_thread(self._results.publish, prompt.prompt_id, entry, {})
-        name, data = entry["status"]["messages"][-1]
-        await self._end(prompt, json.dumps({"type": name, "data": data}))
+        with contextlib.suppress(OSError):  # without a history its client still hears of the end
+            entry = await asyncio.to_thread(self._results.publish, prompt.prompt_id, entry, {})
+        await self._end(prompt, *last_messages(entry))
 
-    async def _end(self, prompt: Prompt, *messages: str) -> None:
+    async def _end(self, prompt: Prompt, *messages: dict[str, Any]) -> None:
         """Forget a prompt whose result is published, once, and notify its client, which then asks for the history."""
         if self._prompts.pop(prompt.prompt_id, None) is None:
             return
         last = {"type": "executing", "data": {"node": None, "display_node": None, "prompt_id": prompt.prompt_id}}
-        for message in [*messages, json.dumps(last)]:
-            await self._tell(prompt.client_id, message)
+        for message in (*messages, last):
+            await self._tell(prompt.client_id, json.dumps(message))
         await self._tell_status()
-
-    def _count(self, done: dict[str, Any]) -> None:
-        self._counts["answered"] += 1
-        self._counts[MET[done["met"]]] += 1
-        if "replica" in done:
-            self._states.heard(done["replica"])
 
     async def _get_prompt(self, request: Request) -> Response:
         return Json(self._exec_info())
@@ -406,7 +404,7 @@ class Front:
         if self._watching is None or self._watching.done():
             self._watching = contextvars.Context().run(asyncio.create_task, self._watch())
         try:
-            await self._tell(client_id, json.dumps(self._status(client_id)))
+            await self._tell(client_id, json.dumps(self._status(sid=client_id)))
             while True:
                 await socket.receive_text()
         except (WebSocketDisconnect, RuntimeError, KeyError):
@@ -446,11 +444,8 @@ class Front:
         for client_id in list(self._sockets):
             await self._tell(client_id, json.dumps(self._status()))
 
-    def _status(self, client_id: str | None = None) -> dict[str, Any]:
-        data: dict[str, Any] = {"status": self._exec_info()}
-        if client_id is not None:
-            data["sid"] = client_id
-        return {"type": "status", "data": data}
+    def _status(self, **more: str) -> dict[str, Any]:
+        return {"type": "status", "data": {"status": self._exec_info(), **more}}
 
     def _exec_info(self) -> dict[str, Any]:
         return {"exec_info": {"queue_remaining": len(self._prompts)}}
@@ -465,15 +460,12 @@ def _ask_here(address: str, method: str, path: str, raw: bytes | None, kind: str
     return asyncio.run(answer())
 
 
-def to_hold(message: str, prompt_id: str) -> str | None:
+def to_hold(message: str, prompt_id: str) -> dict[str, Any] | None:
     """The message with its files' published paths, if it must wait for publication; None for any other."""
     event = json.loads(message)
-    kind, data = event["type"], event["data"]
-    if kind not in _HELD:
-        return None
-    if kind == "executed":
-        return json.dumps({**event, "data": {**data, "output": published(data.get("output"), prompt_id)}})
-    return message
+    if event["type"] == "executed":
+        event["data"]["output"] = published(event["data"].get("output"), prompt_id)
+    return event if event["type"] in _HELD else None
 
 
 def path_of_any(path: str) -> str | None:

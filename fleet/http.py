@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 LARGEST_BODY = 100 << 20
 """Most bytes of a request, which is held in memory. ComfyUI's default."""
 
-
 DEEPEST = 100
 """Most levels of nesting in a request: far more than workflows have, and few enough to serialize again."""
 

@@ -58,16 +58,15 @@ class Replica:
     async def run(self, prompt_id: str, key: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
         """Run a prompt and publish its results, with the events of `ComfyUI.run` between "replica" and "done".
 
-        key: the prompt's `routing_key`, "" for none. "replica" names this replica; "done" has its `state` and whether
-        it had run the key before ("met").
+        key: the prompt's `routing_key`, "" for none. "replica" names this replica; "done" has its `state`, the
+        published entry, and whether it had run the key before ("met").
         """
-        done: dict[str, Any] = {"met": None}
-        if self._results.entry(prompt_id) is not None:  # by a replica that ended before it could say so
-            yield "accepted", {}
-            yield "done", done
+        entry = self._results.entry(prompt_id)
+        if entry is not None:  # by a replica that ended before it could say so
+            yield "done", {"met": None, "entry": entry}
             return
         yield "replica", self._names
-        done["met"] = await self._keys.met(key)
+        met = await self._keys.met(key)
         try:
             async with contextlib.aclosing(self._comfyui.run(prompt_id, body)) as events:
                 async for kind, value in events:
@@ -75,8 +74,8 @@ class Replica:
                         yield kind, value
                         continue
                     self._prompts += 1
-                    await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
-                    yield "done", {**done, "replica": await self.state()}
+                    entry = await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
+                    yield "done", {"met": met, "entry": entry, "replica": await self.state()}
         except Gone:
             # Ends before the front hears of it: to a replica that is there it would send the prompt again.
             for _ in range(20):

@@ -123,6 +123,17 @@ def inside(folder: Path, subfolder: str, filename: str) -> Path | None:
     return None
 
 
+def last_messages(entry: Entry) -> list[dict[str, Any]]:
+    """What ComfyUI says of a prompt whose files can be fetched: each node's output, then how the prompt ended."""
+    said = []
+    for node, output in entry["outputs"].items():
+        shown = entry["meta"].get(node, {}).get("display_node", node)
+        data = {"node": node, "display_node": shown, "output": output, "prompt_id": entry["prompt"][1]}
+        said.append({"type": "executed", "data": data})
+    kind, data = entry["status"]["messages"][-1]
+    return [*said, {"type": kind, "data": data}]
+
+
 def failed(kind: str, prompt: list, **details: Any) -> Entry:
     """The history entry of a prompt that no replica finished.
 

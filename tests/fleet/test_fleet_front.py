@@ -19,39 +19,48 @@ from fleet.results import Results
 
 GRAPH = {"1": {"class_type": "A", "inputs": {}}}
 
-DONE, ENDED = ("done", {"met": None}), None
+SUCCESS = {"prompt_id": "id", "timestamp": 5}
+IMAGE = {"filename": "a.png", "subfolder": "id", "type": "output"}
+ENTRY = {
+    **{"prompt": [1, "id"], "outputs": {"1.0.2": {"images": [IMAGE]}}, "meta": {"1.0.2": {"display_node": "1"}}},
+    "status": {"messages": [["execution_success", SUCCESS]]},
+}
+DONE, ENDED = ("done", {"met": None, "entry": ENTRY}), None
 """What a run says last; the second is no pair, so it raises, as the run of a replica that ended does."""
 
 
+def message(kind, **data):
+    return "message", json.dumps({"type": kind, "data": data})
+
+
 def started(prompt_id):
-    return "message", json.dumps({"type": "execution_start", "data": {"prompt_id": prompt_id}})
+    return message("execution_start", prompt_id=prompt_id)
 
 
-class Run:
+class Run(asyncio.Queue):
     """What a replica tells of one prompt: the front waits for each event until the test says it."""
 
-    def __init__(self):
-        self.said, self.is_cancelled = asyncio.Queue(), False
+    is_cancelled = False
+    __anext__ = asyncio.Queue.get
 
     def __aiter__(self):
         return self
-
-    async def __anext__(self):
-        return await self.said.get()
 
     def cancel(self):
         self.is_cancelled = True
 
 
 class Fleet:
-    """A front without Serve. asked: what it asked of any replica; runs: of its prompts, by id; silent: no state."""
+    """A front without Serve. asked: what it asked of any replica; runs: of its prompts, by id; silent: no state; heard:
+    by the client "page"."""
 
     def __init__(self, results):
-        self.asked, self.runs, self.silent = [], {}, False
+        self.asked, self.runs, self.silent, self.heard = [], {}, False, []
         # Below the class that Serve makes of it, whose constructor belongs to a running Serve.
         plain = [kind for kind in fleet_front.Front.__mro__ if kind.__module__ == fleet_front.__name__][-1]
         alone = {"__del__": lambda front: None, "_ask": staticmethod(self._ask)}
         self.front = type("Alone", (plain,), alone)(self, {"results": str(results), "replicas": 2})
+        self.front._sockets["page"] = self
         self._app = self.front.__serve_build_asgi_app__()
         self.state, self.run = SimpleNamespace(remote=self._state), SimpleNamespace(remote=self._run)
 
@@ -95,7 +104,16 @@ class Fleet:
     def tell(self, prompt_id, *events):
         """Let the prompt's run say these."""
         for event in events:
-            self.runs[prompt_id].said.put_nowait(event)
+            self.runs[prompt_id].put_nowait(event)
+
+    async def let_run_say(self, *events):
+        """Wait until the only prompt's next run begins, and let it say these."""
+        await self.begun()
+        self.tell("id", *events)
+        del self.runs["id"]
+
+    async def send_text(self, text):
+        self.heard.append(json.loads(text))
 
     async def idle(self):
         """No prompt is left."""
@@ -189,7 +207,7 @@ async def test_value_of_another_type_or_depth_breaks_nothing(fleet, path, body, 
 async def test_value_that_json_has_no_word_for_leaves_queue_and_history_readable(fleet, tmp_path, value):
     asked = '{"prompt": {"1": {"class_type": "A", "inputs": {"x": VALUE}}}, "prompt_id": "id"}'
     posting = asyncio.create_task(fleet.request("POST", "/prompt", asked.replace("VALUE", value).encode()))
-    (await fleet.begun()).said.put_nowait(("accepted", {}))
+    (await fleet.begun()).put_nowait(("accepted", {}))
     assert (await posting)[0] == 200
     queued, queue = await fleet.request("GET", "/queue")
     entry = {"prompt": fleet.front._prompts["id"].queued(), "outputs": {"1": {"text": [json.loads(value)]}}}
@@ -272,11 +290,8 @@ def test_state_is_of_the_replicas_that_there_are():
 async def test_replica_that_ended_under_a_prompt_has_no_state(fleet):
     posting = await fleet.post()
     for replica in "ab":
-        run = await fleet.begun()
-        del fleet.runs["id"]
-        ends = [ENDED] if replica == "a" else [DONE]
-        for event in (("replica", {"replica": replica, "pid": 1}), ("accepted", {}), *ends):
-            run.said.put_nowait(event)
+        ends = ENDED if replica == "a" else DONE
+        await fleet.let_run_say(("replica", {"replica": replica, "pid": 1}), ("accepted", {}), ends)
     await posting
     await asyncio.sleep(0.01)
     state = await fleet.told()
@@ -297,7 +312,7 @@ async def test_prompt_is_not_blamed_for_replicas_that_ended_before_they_saw_it(f
             break
         said = [("sent", None), ("accepted", {}), DONE] if number == ended else [ENDED]
         for event in (("replica", {"replica": str(number), "pid": 1}), *said):
-            run.said.put_nowait(event)
+            run.put_nowait(event)
     await posting
     await asyncio.sleep(0.01)
     prompts = (await fleet.told())["prompts"]
@@ -319,15 +334,49 @@ async def test_prompt_that_is_interrupted_has_a_history_and_its_replica_a_state(
     assert state["prompts"]["interrupted"] == 1 and state["prompts"]["runs"] == 1
 
 
+MADE = {"node": "1.0.2", "display_node": "1", "output": {"images": [{**IMAGE, "subfolder": ""}]}, "prompt_id": "id"}
+SAVED, ENDS = message("executed", **MADE), message("execution_success", **SUCCESS)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [[SAVED, ENDS, DONE]],
+        [[SAVED, ENDS, ENDED], [DONE]],
+        [[SAVED, DONE]],
+        [[SAVED, message("execution_success", prompt_id="id", timestamp=6), DONE]],
+    ],
+    ids=["all", "published, then ended", "silent at the end", "published by another run"],
+)
+async def test_client_hears_once_of_each_output_and_of_the_end_whichever_run_said_so(fleet, runs):
+    """A client that waits for `execution_success` would otherwise wait for ever."""
+    posting = await fleet.post("id", client_id="page")
+    for events in runs:
+        await fleet.let_run_say(*events)
+    await posting
+    await fleet.idle()
+    *_, made, success, end, _ = fleet.heard
+    assert (made["type"], made["data"]) == ("executed", {**MADE, "output": {"images": [IMAGE]}})
+    assert (success["type"], success["data"]) == ("execution_success", SUCCESS) and end["data"]["node"] is None
+    assert sum(event["type"].startswith("exec") for event in fleet.heard) == 3
+
+
+async def test_client_hears_of_a_failure_that_cannot_be_published(fleet, tmp_path):
+    (tmp_path / ".unfinished-id").touch()
+    posting = await fleet.post("id", client_id="page")
+    for _ in range(2):
+        await fleet.let_run_say(("sent", None), ENDED)
+    await posting
+    await fleet.idle()
+    assert [event["type"] for event in fleet.heard[-3:]] == ["execution_error", "executing", "status"]
+
+
 async def test_secrets_of_a_prompt_are_in_neither_queue_nor_history(fleet):
     extra = {"api_key_comfy_org": "secret", "auth_token_comfy_org": "secret", "extra_pnginfo": {"workflow": 1}}
     posting = await fleet.post("id", client_id="page", extra_data=extra)
     _, queue = await fleet.request("GET", "/queue")
     for _ in range(2):  # both replicas end under it
-        run = await fleet.begun()
-        del fleet.runs["id"]
-        run.said.put_nowait(("sent", None))
-        run.said.put_nowait(ENDED)
+        await fleet.let_run_say(("sent", None), ENDED)
     await posting
     await fleet.idle()
     _, history = await fleet.request("GET", "/history/id")
