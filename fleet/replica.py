@@ -124,15 +124,15 @@ class Replica:
 
 def _own_folder() -> Path:
     """A path for this process's new folder; folders of killed processes are removed."""
-    namespace = "/proc/self/ns/pid"  # of process ids: containers may share the folder
-    numbers = os.stat(namespace).st_ino if os.path.exists(namespace) else 0
+    namespace = "/proc/self/ns/pid"  # of process ids: containers may share the folder, and machines
+    numbers = f"{os.uname().nodename}-{os.stat(namespace).st_ino}" if os.path.exists(namespace) else "all"
     parent = Path(tempfile.gettempdir()) / f"comfy-accel-ray-{os.getuid() if hasattr(os, 'getuid') else 'all'}"
     parent.mkdir(mode=0o700, exist_ok=True)
     if hasattr(os, "getuid") and parent.lstat().st_uid != os.getuid():  # somebody else was first
         parent = Path(tempfile.mkdtemp(prefix="comfy-accel-ray-"))
     for folder in parent.iterdir():
         pid, _, by = folder.name.rpartition("-")[0].partition("-")
-        if pid.isdecimal() and by == str(numbers) and os.name != "nt" and not _runs(int(pid)):  # there 0 is Ctrl-C
+        if pid.isdecimal() and by == numbers and os.name != "nt" and not _runs(int(pid)):  # there 0 is Ctrl-C
             shutil.rmtree(folder, ignore_errors=True)
     return parent / f"{os.getpid()}-{numbers}-{uuid.uuid4().hex[:8]}"
 

@@ -1,6 +1,7 @@
 """A fleet's replica, without Serve."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +18,14 @@ def test_temporary_folder_that_is_somebody_elses_is_not_used(tmp_path, monkeypat
     monkeypatch.setattr(fleet_replica.tempfile, "tempdir", str(tmp_path))
     ours = fleet_replica._own_folder().parent
     assert ours.parent == tmp_path and ours.stat().st_mode & 0o77 == 0
-    here = fleet_replica._own_folder().name.split("-")[1]
-    left, others = ours / f"999999999-{here}-0", ours / "999999999-another.1-0"  # no process has such a number
-    for folder in (left, others):
+    here = fleet_replica._own_folder().name.partition("-")[2].rpartition("-")[0]
+    assert os.uname().nodename in here or not os.path.isdir("/proc")
+    # No process has such a number.
+    left, *others = (ours / f"999999999-{where}-0" for where in (here, f"{here}1", f"another-{here.split('-')[-1]}"))
+    for folder in (left, *others):
         folder.mkdir()
     assert fleet_replica._own_folder().parent == ours and not left.exists()
-    assert others.exists()  # of a container with numbers of its own
+    assert all(folder.exists() for folder in others)  # of a container, or a machine, with numbers of its own
     user = os.getuid()
     monkeypatch.setattr(fleet_replica.os, "getuid", lambda: user + 1)
     (tmp_path / f"comfy-accel-ray-{user + 1}").mkdir()  # by us, in the name of another
@@ -37,12 +40,6 @@ async def test_replica_whose_comfyui_ended_under_a_prompt_ends_before_the_front_
     tmp_path, monkeypatch, looks
 ):
     """Or the front sends the prompt to it again. looks: after which the process is seen to have ended."""
-
-    class Exited(BaseException):
-        pass
-
-    def leave(code):
-        raise Exited
 
     class ComfyUI:
         work, made, asked = tmp_path / "work", {}, 0
@@ -59,18 +56,15 @@ async def test_replica_whose_comfyui_ended_under_a_prompt_ends_before_the_front_
             yield "accepted", {}
             raise Gone("ComfyUI went away")
 
-    async def met(key):
-        return None
-
-    monkeypatch.setattr(fleet_replica.os, "_exit", leave)
+    monkeypatch.setattr(fleet_replica.os, "_exit", sys.exit)
     alone = type("Alone", (fleet_replica.Replica,), {"__del__": lambda replica: None})
     replica = alone.__new__(alone)
     vars(replica).update(
         _comfyui=ComfyUI(),
         _results=SimpleNamespace(entry=lambda prompt_id: None),
-        _keys=SimpleNamespace(met=met),
+        _keys=fleet_replica.Keys.__new__(fleet_replica.Keys),
         _names={"replica": "a", "pid": 1},
     )
-    with pytest.raises(Exited):
+    with pytest.raises(SystemExit):
         async for _ in replica.run("id", "", {}):
             pass
