@@ -139,7 +139,7 @@ def test_pipeline_is_loaded_accelerated_and_warm(folder):
         warm_up={"prompt": "x", "width": 32, "height": 32},
     )
     pipe = fleet_pipeline.load(settings)
-    assert "_accel" in vars(pipe) and vars(pipe)["_accel"]._deep_cache.quality == 45.0
+    assert "_accel" in vars(pipe) and vars(pipe)["_accel"].deep_cache.quality == 45.0
     assert fleet_pipeline.engine("cache.graph_cache").shared.statistics()["compilations"] > 0
 
 
@@ -208,13 +208,8 @@ def test_images_are_the_pipelines_own_and_are_answered_though_a_replica_is_kille
         running = threading.Thread(target=lambda: answers.append(ask(url, **{**long, "steps": 400})))
         running.start()
         time.sleep(0.7)
-        home = ask_home(url)
+        home = state(url)["replicas"][-1]  # that took the last request
         os.kill(home["pid"], signal.SIGKILL)
         running.join()
         assert answers[0][0] == 200 and answers[0][2]["X-Replica"] != home["replica"]
         serve.delete("pipeline")
-
-
-def ask_home(url):
-    """The replica that took the last request."""
-    return state(url)["replicas"][-1]
