@@ -5,7 +5,6 @@ What a prompt does is its "do": "save" makes a file, "refuse", "break", "silent"
 
 import argparse
 import asyncio
-import json
 import os
 from pathlib import Path
 
@@ -83,10 +82,6 @@ async def get_state(request):
     return web.json_response({"graph_cache": {}, "graph_store": None, "taken_back": taken_back, "pid": os.getpid()})
 
 
-async def get_stats(request):
-    return web.json_response({"system": {}})
-
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
 parser.add_argument("--output-directory")
@@ -100,8 +95,7 @@ app.add_routes(
         web.post("/queue", take_back),
         web.post("/interrupt", take_back),
         web.get("/accel/state", get_state),
-        web.get("/system_stats", get_stats),
+        web.get("/system_stats", get_state),
     ]
 )
-print(json.dumps("started"), flush=True)
 web.run_app(app, host="127.0.0.1", port=options.port, print=None)

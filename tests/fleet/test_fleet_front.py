@@ -277,14 +277,9 @@ async def test_prompt_is_pending_and_may_be_deleted_until_its_replica_has_begun_
 
 def test_state_is_of_the_replicas_that_there_are():
     states = States(2)
-    for name in "ab":
-        states.heard({"replica": name, "prompts": 1})
-    states.heard({"replica": "a"})  # has begun another prompt
-    assert states.known == [{"replica": "b", "prompts": 1}, {"replica": "a", "prompts": 1}]
-    states.heard({"replica": "c"})  # in place of one that ended
-    assert [state["replica"] for state in states.known] == ["a", "c"]
-    states.forget("a")
-    assert [state["replica"] for state in states.known] == ["c"]
+    for name, more in (("a", {"prompts": 1}), ("b", {}), ("a", {}), ("c", {})):  # c in place of one that ended
+        states.heard({"replica": name, **more})
+    assert states.known == [{"replica": "a", "prompts": 1}, {"replica": "c"}]
 
 
 async def test_replica_that_ended_under_a_prompt_has_no_state(fleet):
@@ -303,18 +298,17 @@ async def test_replica_that_ended_under_a_prompt_has_no_state(fleet):
 async def test_prompt_is_not_blamed_for_replicas_that_ended_before_they_saw_it(fleet, monkeypatch, ended, is_answered):
     """Of the attempts that count, it has two all the same."""
     monkeypatch.setattr("fleet.front._PAUSE", 0)
+
+    async def answer_runs():
+        for number in range(ended + 1):
+            said = [("sent", None), ("accepted", {}), DONE] if number == ended else [ENDED]
+            await fleet.let_run_say(("replica", {"replica": str(number), "pid": 1}), *said)
+
     posting = await fleet.post()
-    for number in range(ended + 1):
-        for _ in range(50):
-            await asyncio.sleep(0)
-        run = fleet.runs.pop("id", None)
-        if run is None:
-            break
-        said = [("sent", None), ("accepted", {}), DONE] if number == ended else [ENDED]
-        for event in (("replica", {"replica": str(number), "pid": 1}), *said):
-            run.put_nowait(event)
+    answering = asyncio.create_task(answer_runs())
     await posting
-    await asyncio.sleep(0.01)
+    await fleet.idle()
+    answering.cancel()
     prompts = (await fleet.told())["prompts"]
     assert (prompts.get("answered", 0), prompts.get("failed", 0)) == (is_answered, not is_answered)
 
