@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -145,21 +144,12 @@ def test_comfyui_that_ends_by_itself_ends_with_its_own_code_and_words(tmp_path, 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks there whether the process runs")
 def test_comfyui_ends_with_a_process_that_is_killed(tree, tmp_path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(TESTS.parent), str(tree), str(tmp_path / "work")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        pid = int(parent.stdout.readline())
-        assert runs(pid)
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        deadline = time.monotonic() + 20
-        while runs(pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not runs(pid)
-    finally:
+    command = [sys.executable, "-c", PARENT, str(TESTS.parent), str(tree), str(tmp_path / "work")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid = parent.stdout.readline().strip()
+        ran = runs(pid)
         parent.kill()
-        parent.wait()
-        parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ran and not runs(pid)

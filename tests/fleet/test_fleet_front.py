@@ -115,6 +115,10 @@ class Fleet:
     async def send_text(self, text):
         self.heard.append(json.loads(text))
 
+    async def close(self, code):
+        self.heard.append(code)
+        self.front._sockets.clear()
+
     async def idle(self):
         """No prompt is left."""
         while self.front._prompts:
@@ -284,8 +288,7 @@ def test_state_is_of_the_replicas_that_there_are():
 
 async def test_replica_that_ended_under_a_prompt_has_no_state(fleet):
     posting = await fleet.post()
-    for replica in "ab":
-        ends = ENDED if replica == "a" else DONE
+    for replica, ends in (("a", ENDED), ("b", DONE)):
         await fleet.let_run_say(("replica", {"replica": replica, "pid": 1}), ("accepted", {}), ends)
     await posting
     await asyncio.sleep(0.01)
@@ -388,19 +391,11 @@ async def test_open_websocket_is_closed_when_the_fleet_ends_and_what_runs_is_fin
     )
     monkeypatch.setattr(fleet_front, "serve", serve)
     monkeypatch.setattr(fleet_front, "_WATCH", 0.01)
-    closed = []
-
-    class Socket:
-        async def close(self, code):
-            closed.append(code)
-            fleet.front._sockets.clear()
-
-    fleet.front._sockets["page"] = Socket()
     fleet.front._prompts["id"] = SimpleNamespace(running=True)
     watching = asyncio.create_task(fleet.front._watch())
     await asyncio.sleep(0.1)
-    assert closed == []
+    assert fleet.heard == []
     del fleet.front._prompts["id"]
     await asyncio.sleep(0.2)
     watching.cancel()
-    assert closed == ([] if status == "RUNNING" else [1001])
+    assert fleet.heard == ([] if status == "RUNNING" else [1001])
