@@ -24,7 +24,7 @@ import torch
 
 from ..compile import generated_code
 from ..compile.backend import Artifact
-from ..compile.inductor import Inductor, device_of
+from ..compile.inductor import Inductor, code_generation, device_of
 from ..core import torch_internals
 from ..core.events import log
 from ..core.torch_internals import AOT_INDUCTOR
@@ -120,8 +120,10 @@ class _Making:
             self.job = _process.ask(_job_of(torch.fx.GraphModule(graph, graph.graph), self.device))
         except Exception as error:
             log.debug("A graph is compiled in this process: %s: %s", type(error).__name__, error)
-        here = torch_internals.LOOK_UP_BACKEND.get()("inductor")
-        return AOT_INDUCTOR.get()(here(graph, examples) if self.job is None else self)
+        if self.job is not None:
+            return AOT_INDUCTOR.get()(self)
+        with code_generation(self.device), generated_code.building_told():  # which imports all of inductor
+            return AOT_INDUCTOR.get()(torch_internals.LOOK_UP_BACKEND.get()("inductor")(graph, examples))
 
     @property
     def is_done(self) -> bool:

@@ -44,9 +44,13 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
     with suppress(AttributeError, OSError):  # where the system has neither
         if os.getloadavg()[0] + 1 < (os.cpu_count() or 1):
             os.nice(5)  # the image goes first; on a busy machine the process would get next to nothing
-    _keep_off_devices()
+    lacking = torch_internals.lacking(torch_internals.IN_WORKER)
+    if lacking is None:
+        _keep_off_devices()
     while True:
         try:
+            if lacking is not None:
+                raise torch_internals.Lacking(f"this torch has no {lacking}")
             answer = _compiled(**jobs.get())
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"

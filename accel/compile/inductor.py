@@ -34,13 +34,14 @@ class Inductor(AheadOfTime):
     is_faster = True
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
-        return self._compile(function, tensors, self.name)[0]
+        with code_generation(device_of(tensors)), generated_code.building_told():
+            return self._compile(function, tensors, self.name)[0]
 
     def _compile(
         self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable
     ) -> tuple[Artifact, list[types.ModuleType]]:
         """The artifact, and the generated code that it runs."""
-        with generated_code.collected() as modules, code_generation(device_of(tensors)), generated_code.building_told():
+        with generated_code.collected() as modules, generated_code.own_settings():
             compiled = compile_function(function, tensors, backend)
         save = functools.partial(_save, compiled, modules)
         nbytes = generated_code.bytes_of(modules)
