@@ -1,45 +1,66 @@
 """Every contender at every size on one GPU, in one run: eager, core's compile node, ours, ours with DeepCache.
 
 Models at their published size with random weights, made in place. What is finished is written after every row, so a
-run that is cut keeps its results. --quick tries all of it on the CPU, with tiny models and nothing compiled.
+run that is cut keeps its results. On a card that is there for minutes: --plan default, which measures what tells most.
+--quick tries all of it on the CPU, with tiny models and nothing compiled.
 """
 
 import argparse
 import datetime
+import importlib.util
 import json
-import operator
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from dev import WORK, Problem
+from dev import ROOT, WORK, Problem
 from dev.tools import command
-from dev.tools.comfyui import tree
+from dev.tools.comfyui import complete, tree
 
-from . import gpu_page, gpu_plan, report
+from . import gpu_page, report
 from .child import begin
 from .compilations import RecompileLimit
-from .gpu_cases import (
-    BATCHES,
-    CONTENDERS,
-    DEFAULT,
-    EAGER,
-    FLAGS,
-    MODELS,
-    NATIVE,
-    PARTS,
-    QUICK_BATCHES,
-    QUICK_MODELS,
-    QUICK_SIZES,
-    SIZES,
-    TimeBudget,
-    merged,
-    named,
-    size_of,
-)
+from .gpu_page import CHANNELS_LAST, CONTENDERS, DEFAULT, EAGER, FLAGS, MODELS, NATIVE, PARTS, QUICK_MODELS
+
+LEAST = 30
+"""Seconds under which no stage of a plan is begun."""
+
+PLANS = {
+    "default": (
+        (1.4, f"--flags {DEFAULT} --models SDXL --sizes 1024x1024 512x512 --contenders compiled-blocks speed-up"),
+        (1.6, f"--flags {DEFAULT} --models SD1.5 --sizes 512x512 --contenders compiled-blocks speed-up core"),
+        (1.6, "--models SDXL --sizes 1024x1024 512x512 --parts steps profile --contenders speed-up balanced fast"),
+        (0.7, "--models SD1.5 --sizes 512x512 --contenders speed-up"),
+        (1.2, f"--flags {CHANNELS_LAST} --models SDXL --parts steps profile --contenders speed-up"),
+        (1.5, "--models Flux Z-Image Wan --parts profile --contenders eager"),
+    ),
+    "default-2": (
+        (2.4, f"--flags {DEFAULT} --models SDXL --sizes 1024x1024 512x512 --contenders core"),
+        (0.8, f"--flags {DEFAULT} --models Wan --contenders speed-up"),
+        (1.8, f"--flags {DEFAULT} --models Qwen-Image --contenders speed-up"),
+    ),
+}
+"""Minutes and arguments of stages. default: what people get as ComfyUI is installed and with CUDA graphs, and what
+decides the next change; default-2: its rest. Both fit into fifteen minutes of a card, its start included."""
+
+EACH_STAGE = ("--batches", "1", "--sizes", "1024x1024", "--parts", "steps")
+"""What a stage's own arguments come after."""
+
+PACKAGES = ("av", "torchsde", "trampoline", "einops", "psutil", "packaging")
+"""What ComfyUI imports and a machine with torch and transformers may lack, modules as named."""
+
+NEWER = ("comfy_aimdo", "comfy_kitchen")
+"""What newer ones import too: brought where this Python has them."""
+
+FOLDERS = ("comfy", "comfy_api", "comfy_config", "comfy_execution", "comfy_extras", "app", "utils")
+"""Of ComfyUI, that sampling in one process imports; of the other files the Python ones beside them."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,104 +68,147 @@ def main(arguments: list[str] | None = None) -> None:
     if options.comfyui:
         os.environ["COMFYUI_PATH"] = os.path.abspath(options.comfyui)
     if options.prepare:
-        size = gpu_plan.prepare(options.prepare, options.for_python)
-        print(f"{options.prepare}: {size:.0f} MB. There: python3 -m dev.bench.gpu --plan default --prepared FOLDER")
-        return
+        return prepare(options.prepare, options.for_python)
     if options.plan:
-        out = (options.out or WORK / "gpu").resolve()  # docs has rows of another card
-        return gpu_plan.run(options.plan, out, options.prepared, options.quick, options.minutes)
+        return run_plan(options)
     if options.flags == DEFAULT and not options.quick:  # as ComfyUI's main.py does, before torch is imported
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"backend:{ALLOCATORS[DEFAULT]}"
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
     tree()  # what is wrong with the path is said before torch is imported
     _require_device(options)
     begin(options.quick, *FLAGS[options.flags])
-    results = Results(options)
-    budget = TimeBudget(None if options.minutes is None else 60 * options.minutes)
-    for number, model in enumerate(options.models):
-        for row in of_model(model, options, budget, len(options.models) - number, results.facts["device"]):
-            results.add(row)
-    results.tell()
+    measure(options)
+
+
+def measure(options: argparse.Namespace, capturer=None) -> list[report.Row]:
+    """The rows of all models, part by part, each written as soon as it is there. capturer: instead of CUDA's.
+
+    Raises:
+        Problem: a contender failed or its output is wrong.
+    """
+    import comfy.model_management
+    import torch
+
+    from . import gpu_parts
+
+    if options.quick:
+        torch.set_num_threads(1)  # Layers this small gain nothing from more.
+    end = float("inf") if options.minutes is None else time.monotonic() + 60 * options.minutes
+    results = Results(options, gpu_parts.describe(comfy.model_management.get_torch_device()))
+    for model in options.models:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work, RecompileLimit() as limit:
+            given = limit, Path(work), results.device["matrix_tflops"], capturer
+            parts = gpu_parts.Parts(model, options, lambda seconds: time.monotonic() + seconds < end, *given)
+            for part in options.parts:
+                for row in parts.measure(part):
+                    results.add(row)
+            parts.free()
+    print(results.save())
+    if wrong := gpu_page.find_failures(results.rows):
+        raise Problem(f"{len(wrong)} failures, the first: {wrong[0]}.")
+    return results.rows
 
 
 class Results:
-    """The rows so far, and the files that they are written to."""
+    """The rows so far, and the files that they are written to.
 
-    def __init__(self, options: argparse.Namespace):
-        from . import gpu_device, gpu_models
+    Raises:
+        Problem: the folder has rows of another device or torch.
+    """
 
-        self._options, self._comfyui = options, tree()
+    def __init__(self, options: argparse.Namespace, device: report.Row):
+        self._out, self._json, self._comfyui, self.device = options.out, options.json, tree(), device
         self.rows: list[report.Row] = []
-        self.skips: list[report.Row] = []
-        self.facts: dict[str, Any] = {
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC"),
-            "command": " ".join(["dev.py bench gpu", *options.given]),
-            "device": gpu_device.described(gpu_models.FULL["SDXL"].device),
-            "versions": report.versions(self._comfyui),
-        }
-        self._old: dict[str, list] = {"rows": [], "skipped": []}
-        if options.add:
-            old = json.loads(options.add.read_text(encoding="utf-8"))
-            for name in ("name", "torch"):
-                if old["device"][name] != self.facts["device"][name]:
-                    raise Problem(f"--add {options.add} is of another {name}: measure all of it here.")
-            known = (*PARTS, "cold")  # earlier versions measured more
-            self._old = {kind: [row for row in old[kind] if row["part"] in known] for kind in self._old}
+        date = datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC")
+        self._facts = {"date": date, "command": " ".join(["dev.py bench gpu", *options.given]), "device": device}
+        self._old: list[report.Row] = []
+        if options.out and (file := options.out / "benchmarks.json").exists():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            if any(known["device"][name] != device[name] for name in ("name", "torch")):
+                raise Problem(f"{file} is of another device or torch: name another folder.")
+            self._old = [row for row in known["rows"] if row["part"] in gpu_page.TABLES]  # there were more once
 
     def add(self, row: report.Row) -> None:
         """Keep the row, print it, and write all files anew."""
-        (self.skips if "why" in row else self.rows).append(row)
+        self.rows.append(row)
         if "kernel" not in row or gpu_page.is_telling(row["kernel"]):  # there are hundreds; the page has them
-            print(gpu_page.line(row), file=sys.stderr, flush=True)
+            print(gpu_page.tell(row), file=sys.stderr, flush=True)
         self.save()
 
     def save(self) -> str:
         """Write everything so far to the files that were asked for; returns the page."""
-        rows, skips = self._all()
-        out = self._options.out
-        more = {name: self.facts[name] for name in ("date", "command", "device")}
-        for file in filter(None, [self._options.json, out and out / "benchmarks.json"]):
-            report.write(file, rows, self._comfyui, **more, skipped=skips)
-        page = gpu_page.page(rows, skips, self.facts)
-        if out:
-            (out / "benchmarks.md").write_text(page, encoding="utf-8")
+        rows = gpu_page.merge(self._old, self.rows)
+        for file in filter(None, [self._json, self._out and self._out / "benchmarks.json"]):
+            report.write(file, rows, self._comfyui, **self._facts)
+        page = gpu_page.write_page(rows, {**self._facts, "versions": report.versions(self._comfyui)})
+        if self._out:
+            (self._out / "benchmarks.md").write_text(page, encoding="utf-8")
         return page
 
-    def tell(self) -> None:
-        """Print the page. Raises Problem: a contender failed or its output is wrong."""
-        print(self.save())
-        if self._options.out:
-            print(f"Written: {self._options.out / 'benchmarks.md'} and benchmarks.json beside it")
-        wrong = gpu_page.failures(self._all()[0])
-        if wrong:
-            raise Problem(f"{len(wrong)} failures, the first: {wrong[0]}.")
 
-    def _all(self) -> tuple[list[report.Row], list[report.Row]]:
-        about = operator.itemgetter("part", "model", "flags", "contender")
-        done = set(map(about, self.rows))
-        skips = [row for row in self._old["skipped"] if about(row) not in done]
-        return merged(self._old["rows"], self.rows), merged(skips, self.skips)
+def run_plan(options: argparse.Namespace) -> None:
+    """Run a plan's stages, each in a process of its own, so that one that fails or hangs costs no other.
+
+    Raises:
+        Problem: stages failed or were cut, after all others have run.
+    """
+    stages, out = PLANS[options.plan], (options.out or WORK / "gpu").resolve()  # docs has rows of another card
+    usual = sum(minutes for minutes, _ in stages)
+    whole = options.minutes or usual
+    end, failed = time.monotonic() + 60 * whole, []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
+        given = {**os.environ, **(_use_prepared(options.prepared, work) if options.prepared else {})}
+        for number, (minutes, name) in enumerate(stages, 1):
+            left = end - time.monotonic()  # the last stage gets what is left
+            seconds = left if number == len(stages) else min(60 * minutes * whole / usual, left)
+            if seconds < LEAST:
+                failed.append(f"no time left for {name}")
+                continue
+            print(f"Plan {options.plan}: {name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
+            own = [*EACH_STAGE, *name.split(), "--minutes", f"{seconds / 60:.2f}", "--out", str(out)]
+            own += ["--quick"] if options.quick else []
+            settings = {"env": given, "timeout": seconds + LEAST, "stdout": subprocess.DEVNULL}  # rows are on stderr
+            try:
+                code = subprocess.run([sys.executable, "-m", "dev.bench.gpu", *own], cwd=ROOT, **settings).returncode
+                failed += [f"{name} ended with {code}"] if code else []
+            except subprocess.TimeoutExpired:
+                failed.append(f"{name} was cut after its time, with what it had measured kept")
+    print(f"Page and rows: {out}")
+    if failed:
+        raise Problem(f"Plan {options.plan}: {'; '.join(failed)}.")
 
 
-def of_model(
-    model: str, options: argparse.Namespace, budget: TimeBudget, models_left: int, device: dict[str, Any], capturer=None
-) -> Iterator[report.Row]:
-    """All rows of one model, part by part. device: as `gpu_device.described`. capturer: instead of CUDA's."""
-    import torch
+def prepare(folder: Path, python: str) -> None:
+    """Fill the folder with ComfyUI's code and packages, for a Linux machine without a network and with this Python.
 
-    from .gpu_parts import Parts
+    Raises:
+        Problem: a package could not be had.
+    """
+    comfyui = tree()
+    complete(comfyui)
+    shutil.rmtree(folder / "comfyui", ignore_errors=True)
+    for file in (*comfyui.glob("*.py"), *(file for name in FOLDERS for file in (comfyui / name).rglob("*.py"))):
+        place = folder / "comfyui" / file.relative_to(comfyui)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
+    named = [f"{name}=={metadata.version(name)}" for name in (*PACKAGES, *filter(importlib.util.find_spec, NEWER))]
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 5)]
+    target = ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={folder / 'wheels'}"]
+    done = subprocess.run([*download, *target, *named], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise Problem(f"Fetching packages for Python {python} failed: {done.stderr.strip().splitlines()[-1]}")
+    print(f"There: python3 -m dev.bench.gpu --plan default --prepared {folder.name}")
 
-    if options.quick:
-        torch.set_num_threads(1)  # Layers this small gain nothing from more.
-    torch._dynamo.reset()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work, RecompileLimit() as limit:
-        parts = Parts(model, options, budget, limit, Path(work), device["matrix_tflops"] * 1e12, capturer)
-        for part in budget.parts(options.parts, models_left):
-            yield from ({**row, "flags": options.flags} for row in parts.rows(part))
-        parts.free()
 
-
-ALLOCATORS = {DEFAULT: "cudaMallocAsync"}
-"""Of torch, by ComfyUI's flags."""
+def _use_prepared(folder: Path, work: str) -> dict[str, str]:
+    """Environment variables for a process that uses a prepared folder; missing packages are unpacked into `work`."""
+    missing = {package for package in PACKAGES + NEWER if importlib.util.find_spec(package) is None}
+    for wheel in (folder / "wheels").glob("*.whl"):
+        if wheel.name.partition("-")[0].lower() in missing:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(work)
+    paths = os.pathsep.join(filter(None, [work, os.environ.get("PYTHONPATH")]))
+    return {"COMFYUI_PATH": str((folder / "comfyui").resolve()), "PYTHONPATH": paths}
 
 
 def _require_device(options: argparse.Namespace) -> None:
@@ -154,38 +218,31 @@ def _require_device(options: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available():
         raise Problem("bench gpu measures a CUDA device and torch sees none: --quick tries all of it on the CPU.")
-    allocator = ALLOCATORS.get(options.flags, "native")
+    allocator = "cudaMallocAsync" if options.flags == DEFAULT else "native"
     if torch.cuda.get_allocator_backend() != allocator:
         raise Problem(f"--flags {options.flags} means torch's allocator {allocator}: unset PYTORCH_CUDA_ALLOC_CONF.")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = command.Parser(prog="dev.py bench gpu", description=__doc__)
+    parser = report.parser("gpu", __doc__)
 
-    def choice(option: str, known: Iterable[str], summary: str) -> None:
+    def choose(option: str, known: Iterable[str], summary: str) -> None:
         summary = f"{summary}: {', '.join(known)}"
         parser.add_argument(f"--{option}", nargs="+", choices=list(known), metavar="NAME", help=summary)
 
-    choice("models", MODELS, "default: all, with --quick " + " and ".join(QUICK_MODELS))
-    choice("contenders", CONTENDERS, "default: all; eager always runs")
-    choice("parts", PARTS, "default: all")
+    choose("models", MODELS, "default: all, with --quick " + " and ".join(QUICK_MODELS))
+    choose("contenders", CONTENDERS, "default: all; eager always runs")
+    choose("parts", PARTS, "default: all")
     add = parser.add_argument
     add("--flags", choices=FLAGS, default=NATIVE, help=f"of ComfyUI, default: {NATIVE}, {' '.join(FLAGS[NATIVE])}")
-    add("--sizes", nargs="+", metavar="WxH", help="pixels, such as 720x960")
+    add("--sizes", nargs="+", type=_read_size, metavar="WxH", help="pixels, such as 720x960")
     add("--batches", nargs="+", type=int, metavar="N", help="images at a time")
     add("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it, or the plan's")
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="write benchmarks.md and benchmarks.json there; default with --plan: .work/gpu",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the rows there too")
-    earlier = "benchmarks.json of an earlier run on this device: its rows stay where this run has none about the same"
-    add("--add", type=Path, metavar="FILE", help=earlier)
+    kept = "write benchmarks.md and benchmarks.json there; rows that it has of this device stay where this run has none"
+    add("--out", type=Path, metavar="FOLDER", help=f"{kept}; default with --plan: .work/gpu")
     add("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
-    most = "measure what tells most in under ten minutes: default, or what it leaves to default-2"
-    add("--plan", choices=gpu_plan.PLANS, help=most)
+    most = "measure what tells most in about eight minutes: default, or in five what it leaves to default-2"
+    add("--plan", choices=PLANS, help=most)
     lacking = "measure nothing: put there what a machine lacks that has torch, transformers and no network"
     add("--prepare", type=Path, metavar="FOLDER", help=lacking)
     add("--for-python", default="3.12", metavar="VERSION", help="Python of that machine, default: 3.12")
@@ -194,17 +251,30 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments
     quick = options.quick
-    options.models = named(options.models or (QUICK_MODELS if quick else None), MODELS)
-    options.contenders = named(options.contenders and [EAGER, *options.contenders], CONTENDERS)
-    options.parts = named(options.parts, PARTS)
-    options.batches = options.batches or (QUICK_BATCHES if quick else BATCHES)
-    try:
-        options.sizes = [size_of(text) for text in options.sizes or ()] or (QUICK_SIZES if quick else SIZES)
-    except ValueError as error:
-        raise Problem("--sizes takes sizes such as 720x960, both sides multiples of 8 from 64 on.") from error
+    options.models = _order(options.models or (QUICK_MODELS if quick else MODELS), MODELS)
+    options.contenders = _order({EAGER, *(options.contenders or CONTENDERS)}, CONTENDERS)
+    options.parts = _order(options.parts or PARTS, PARTS)
+    options.batches = options.batches or (gpu_page.QUICK_BATCHES if quick else gpu_page.BATCHES)
+    options.sizes = options.sizes or (gpu_page.QUICK_SIZES if quick else gpu_page.SIZES)
     if min(options.batches) < 1:
         raise Problem("--batches takes numbers from 1 on.")
     return options
+
+
+def _order(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names in the order of `known`."""
+    return [name for name in known if name in names]
+
+
+def _read_size(text: str) -> tuple[int, int]:
+    """ "720x960" as width and height."""
+    try:
+        width, height = (int(side) for side in text.lower().split("x"))
+    except ValueError:
+        width = height = 0
+    if min(width, height) < 64 or width % 8 or height % 8:
+        raise argparse.ArgumentTypeError("it takes sizes such as 720x960, both sides multiples of 8 from 64 on")
+    return width, height
 
 
 if __name__ == "__main__":

@@ -1,47 +1,109 @@
-"""Writes docs/benchmarks.md from the rows of `bench gpu`, and says what failed. Needs no torch."""
+"""What `bench gpu` measures, and its rows as a page. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .gpu_cases import CONTENDERS, EAGER, FLAGS
 from .report import Row, markdown
+from .session_plan import Case
 
-SHOWN = 0.1
-"""Share of a step from which on a kernel is on the page."""
+MODELS = ("SDXL", "SD1.5", "Flux", "Z-Image", "Qwen-Image", "Wan")
+"""SDXL first, in case a run is cut short."""
 
-NO_GPU = """\
-**No GPU was measured.** This is a trial run, on a CPU (`--quick`) with tiny models of the same families and a compiler
-that compiles nothing, or on a made-up device whose kernels do nothing: what is counted (compilations, captured calls,
-on a CPU differences too) is exact, and the seconds, ratios and shares say nothing."""
+SIZES = ((1024, 1024), (512, 512), (720, 960), (768, 768), (1280, 720))
+"""Width and height in pixels, in this order."""
+
+BATCHES = (1, 4)
+
+QUICK_MODELS, QUICK_SIZES, QUICK_BATCHES = ("SDXL",), ((512, 512), (720, 960)), (1,)
+
+PARTS = ("steps", "profile", "sizes40")
+
+EAGER, CORE = "eager", "core"
+COMPILED, CAPTURED = "compiled-blocks", "cuda-graphs"
+SPEED_UP, BALANCED, FAST = "speed-up", "balanced", "fast"
+"""Speed Up at each quality. As the node does, it compares graphs with their blocks first."""
+
+DEFAULT, NATIVE, CHANNELS_LAST = "default", "native", "channels-last"
+FLAGS = {
+    DEFAULT: ("--cuda-malloc",),
+    NATIVE: ("--disable-cuda-malloc",),
+    CHANNELS_LAST: ("--disable-cuda-malloc", "--force-channels-last"),
+}
+"""ComfyUI's own. With the default ones main.py chooses cudaMallocAsync on most cards."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """label: shown to people. has_graphs: captures whole model calls where it can. quality: of Speed Up."""
+
+    label: str
+    has_graphs: bool = False
+    quality: str | None = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether it skips work in some steps, so that its images differ by design."""
+        return self.quality not in (None, "Exact")
+
+
+CONTENDERS = {
+    EAGER: Contender("eager"),
+    CAPTURED: Contender("ours, CUDA graphs", has_graphs=True),
+    COMPILED: Contender("ours, compiled blocks"),
+    SPEED_UP: Contender("Speed Up, Exact", True, "Exact"),
+    BALANCED: Contender("Speed Up, Balanced", True, "Balanced"),
+    FAST: Contender("Speed Up, Fast", True, "Fast"),
+    CORE: Contender("core's TorchCompileModel"),
+}
+"""In the order in which each case runs them: what takes long to prepare, core's node, comes last."""
+
+KERNEL_SHARE = 0.1
+"""Of a step, from which on a kernel is on the page."""
 
 LEGEND = """\
-- steps/s: one over the median of at least ten steps, taken in turns with the other contenders, after warm-up; at
-  Balanced and Fast over the mean, since their steps differ by design.
+- steps/s: one over the median of at least ten steps, taken in turns with eager's, after warm-up; at Balanced and Fast
+  over the mean, since their steps differ by design. x eager: over eager's in the same turns.
 - flags: ComfyUI's. default: none, so that memory comes from cudaMallocAsync, and no CUDA graph is captured; native:
   --disable-cuda-malloc; channels-last: that and --force-channels-last.
 - host ms, device ms: of the model's calls in a step, until Python has queued their work and from the first kernel to
   the last. Where both are alike, the device waits for Python.
-- x eager: steps a second over those of eager at the same case in the same run.
 - of peak: floating-point operations of an eager step over its seconds, as a share of what a large square matrix
   product reached in the same run.
 - difference: of the model's output in a run's first step, before guidance, from the eager one, over its largest value;
-  eager's own is that of a second run. Balanced and Fast compute the first step in full.
+  eager's own is that of a second run.
 - peak MB: what tensors held at most, without what captured calls keep; graphs MB: what these keep beside it.
 - Weights are random, at the models' published sizes; CFG 5 everywhere. What Balanced and Fast skip of trained weights
   differs.
 - First images: cold with nothing compiled, warm the same image once more. Ours share their compiler's folders: the
-  first of them starts cold.
-- Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
-  Speed Up: as the node installs it."""
+  first of them starts cold. Ours are without `check_gain`, which Speed Up has."""
 
 
-def failures(rows: Iterable[Row]) -> list[str]:
+def forty_sizes() -> list[Case]:
+    """Forty different sizes of 512 to 1024 pixels a side, multiples of 8, large and small ones alternating."""
+    sides = list(range(512, 1025, 8))
+    # 38 and 24 share no factor with the 65 sides, so each is visited once, far from the previous one.
+    return [Case(sides[(38 * number + 64) % 65], sides[(24 * number + 64) % 65]) for number in range(40)]
+
+
+def merge(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
+    """The new rows, and the old ones about something else. A contender's kernels are replaced together."""
+    names = ("part", "model", "flags", "contender", "size", "batch", "start", "number")
+
+    def about(row: Row) -> tuple:
+        return tuple(row.get(name) for name in names)
+
+    measured = set(map(about, new))
+    return [row for row in old if about(row) not in measured] + list(new)
+
+
+def find_failures(rows: Iterable[Row]) -> list[str]:
     """A sentence for each output that is not eager's within tolerance, and for each contender that failed."""
     found = []
     for row in rows:
-        where = f"{row['model']}, {_place(row)}{CONTENDERS[row['contender']].label}"
+        where = f"{row['model']}, {_place(row)}{_label(row)}"
         if "failed" in row:
             found.append(f"{where}: {row['failed']}")
         elif _is_compared(row) and not row["answer_diff"] <= row["tolerance"]:
@@ -50,29 +112,56 @@ def failures(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def _outputs(rows: Sequence[Row]) -> str:
-    checked = [row for row in rows if _is_compared(row) and row["contender"] != EAGER]
-    if not checked:
-        return "No output was compared with eager's."
-    worst = max(checked, key=lambda row: row["answer_diff"])
-    place = f"{_place(worst)}{CONTENDERS[worst['contender']].label}"
-    return (
-        f"{len(checked)} outputs were compared with eager's, the worst is off by {worst['answer_diff']:.1e} ({place})."
+def write_page(rows: Sequence[Row], facts: dict[str, Any]) -> str:
+    """The whole page. facts: date, command, device (`gpu_parts.describe`), versions."""
+    device, versions = facts["device"], facts["versions"]
+    lines = ["# Benchmarks", ""]
+    if not device["cuda"]:
+        lines += ["**No GPU was measured**: the counts are exact, seconds and shares say nothing.", ""]
+    lines += [
+        f"The last of its runs: `{facts['command']}`, {facts['date']}. {device['name']}, driver {device['driver']}; "
+        f"ComfyUI {versions['comfyui']}, torch {device['torch']}, CUDA {device['cuda']}, triton {versions['triton']}. "
+        f"A {device['matrix_side']} x {device['matrix_side']} product in {device['matrix_dtype']}: "
+        f"{device['matrix_tflops']:.4g} TFLOP/s.",
+    ]
+    compared = [row for row in rows if _is_compared(row) and row["contender"] != EAGER]
+    if compared:
+        worst = max(compared, key=lambda row: row["answer_diff"])
+        lines += ["", f"{len(compared)} outputs were compared with eager's, the worst is off by "]
+        lines[-1] += f"{worst['answer_diff']:.1e} ({worst['model']}, {_place(worst)}{_label(worst)})."
+    left_out = [tell(row) for row in rows if "why" in row]
+    reasons = dict.fromkeys(f"{row['model']}: {reason}" for row in rows for reason in row.get("reasons", ()))
+    lines += _list("What failed", find_failures(rows))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        lines += ["", f"## {model}"]
+        for part, (title, columns) in TABLES.items():
+            own = [row for row in rows if (row["model"], row["part"]) == (model, part) and _is_shown(row)]
+            own.sort(key=lambda row: (row.get("number", 0), row["size"], row.get("batch", 1), row["flags"]))
+            lines += ["", f"### {title}", "", _table(own, columns)] if own else []
+    lines += [*_list("Left out", left_out), *_list("Why calls or blocks ran as they are", reasons)]
+    return "\n".join([*lines, "", "## How to read this", "", LEGEND, ""])
+
+
+def tell(row: Row) -> str:
+    """One row in words, while the bench runs."""
+    names = ("size", "batch", "number", "start", "flags", "contender", "kernel")
+    figures = (
+        *("failed", "step_ms", "eager_ms", "host_ms", "device_ms", "calls", "kernel_ms", "first_image_s", "image_s"),
+        *("full_steps", "skipped_steps", "compilations", "kinds_s", "stages_s", "uncompiled", "ran_as", "answer_diff"),
     )
+    told = [f"{name} {row[name]:{'.3g' if isinstance(row[name], float) else ''}}" for name in figures if name in row]
+    told += [f"left out, {row['why']}"] if "why" in row else []
+    return ", ".join([row["model"], row["part"], *(str(row[name]) for name in names if name in row), *told])
+
+
+def is_telling(kernel: str) -> bool:
+    """Whether a kernel is attention's, or converts a layout."""
+    return any(part in kernel.lower() for part in ("sdpa", "flash", "fmha", "attention", "tonhwc", "tonchw"))
 
 
 def _is_compared(row: Row) -> bool:
     """Whether its output has a value that should be eager's; on the made-up device none has."""
     return row.get("answer_diff") is not None and row.get("tolerance") is not None
-
-
-def _ran(row: Row) -> bool:
-    return "step_ms" in row
-
-
-def _of_eager(row: Row) -> float | None:
-    """How many times as fast as eager, as eager was in the same turns."""
-    return row["eager_ms"] and row["eager_ms"] / row["step_ms"]
 
 
 def _place(row: Row) -> str:
@@ -82,150 +171,10 @@ def _place(row: Row) -> str:
     return f"size {row['number']} of 40, " if "number" in row else f"{row['size']} batch {row['batch']}, "
 
 
-def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> str:
-    """The whole page. facts: date, command, device (`gpu_device.described`), versions."""
-    device, versions = facts["device"], facts["versions"]
-    driver = f", driver {device['driver']}" if device["driver"] else ""
-    cuda = f" (CUDA {device['cuda']})" if device["cuda"] else ""
-    lines = ["# Benchmarks", "", *([] if cuda else [NO_GPU, ""])]
-    last = ", the last of the runs that it adds to," if "--add" in facts["command"] else ""
-    lines += [
-        f"Written by `{facts['command']}`{last} on {facts['date']}: {device['name']}{driver}; ComfyUI "
-        f"{versions['comfyui']}, torch {device['torch']}{cuda}, triton {versions['triton'] or 'none'}. A "
-        f"{device['matrix_side']} x {device['matrix_side']} product in {device['matrix_dtype']}: "
-        f"{device['matrix_tflops']:.4g} TFLOP/s. "
-        "Every row: `benchmarks.json`.",
-        *("", _outputs(rows)),
-    ]
-    wrong = failures(rows)
-    if wrong:
-        lines += ["", "## What failed", "", *(f"- {sentence}" for sentence in wrong)]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        lines += ["", f"## {model}"]
-        for part, write in TABLES.items():
-            own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
-            lines += ["", write(own)] if own else []
-    if skips:
-        lines += ["", "## Left out", "", markdown(skips, ("model", "part", "what", "contender", "why"))]
-    reasons = dict.fromkeys(f"{row['model']}: {reason}" for row in rows for reason in row.get("reasons", ()))
-    if reasons:
-        lines += ["", "## Why calls or blocks ran as they are", "", *(f"- {reason}" for reason in reasons)]
-    return "\n".join([*lines, "", "## How to read this", "", LEGEND, ""])
-
-
-def steps_table(rows: Sequence[Row]) -> str:
-    """By batch, size as first measured, and contender."""
-    sizes, names, flags = list(dict.fromkeys(row["size"] for row in rows)), list(CONTENDERS), list(FLAGS)
-
-    def order(row: Row) -> tuple[int, ...]:
-        places = sizes.index(row["size"]), flags.index(row["flags"]), names.index(row["contender"])
-        return row["batch"], *places
-
-    timed = sorted(filter(_ran, rows), key=order)
-    columns = {
-        **{"size": "size", "batch": "batch", "flags": "flags", "contender": _label},
-        **{"steps/s": "steps_per_s", "x eager": _of_eager},
-        **{"host ms": lambda row: row.get("host_ms"), "device ms": lambda row: row.get("device_ms")},
-        "of peak": lambda row: None if row["share_of_matrix"] is None else f"{row['share_of_matrix']:.1%}",
-        **{"first image s": "first_image_s", "compiled": "compilations", "peak MB": "peak_mb"},
-        **{"graphs MB": "graphs_mb", "difference": lambda row: f"{row['answer_diff']:.1e}", "ran as": _ran_as},
-    }
-    clip = next((f", clips of {row['frames']} latent frames" for row in rows if row.get("frames")), "")
-    return f"### Steps ({rows[0].get('dtype', '')}{clip})\n\n{_table(timed, columns)}"
-
-
-def profile_table(rows: Sequence[Row]) -> str:
-    columns = {
-        **{"size": "size", "flags": "flags", "contender": _label, "kernel": lambda row: f"`{row['kernel']}`"},
-        **{"calls a step": "calls", "ms a step": "kernel_ms", "share": lambda row: f"{row['share']:.1%}"},
-    }
-    long = [row for row in rows if row.get("share", 0) >= SHOWN]
-    return f"### Kernels of at least {SHOWN:.0%} of a step\n\n{_table(long, columns)}"
-
-
-def cold_table(rows: Sequence[Row]) -> str:
-    columns = {
-        **{"flags": "flags", "contender": _label, "start": "start", "first image s": "first_image_s"},
-        **{"compiled": "compilations", "peak MB": "peak_mb", "ran as": "ran_as"},
-        **{"by kind": lambda row: _seconds(row, "kinds_s"), "by stage": lambda row: _seconds(row, "stages_s")},
-    }
-    table = _table([row for row in rows if "first_image_s" in row], columns)
-    return f"### First images at {rows[0]['size']}\n\n{table}"
-
-
-def attention_table(rows: Sequence[Row]) -> str:
-    columns = {
-        **{"size": "size", "batch": "batch", "flags": "flags", "q": "q", "chosen by": "chosen_by"},
-        **{"kernel": lambda row: row.get("kernel", row.get("without")), "ms": lambda row: row.get("attention_ms")},
-        "TFLOP/s": lambda row: row.get("tflops"),
-    }
-    asked = [row for row in rows if "chosen_by" in row]
-    return f"### The longest attention\n\n{_table(asked, columns)}"
-
-
-def rope_table(rows: Sequence[Row]) -> str:
-    columns = {
-        **{"size": "size", "flags": "flags", "embedding": "embedding", "step ms": "step_ms", "host ms": "host_ms"},
-        **{"device ms": "device_ms", "compiled": "compilations", "uncompiled": "uncompiled"},
-    }
-    table = _table(list(filter(_ran, rows)), columns)
-    return f"### Rotary embedding of comfy-kitchen, four layers in compiled blocks\n\n{table}"
-
-
-def forty_table(rows: Sequence[Row]) -> str:
-    own = [row for row in rows if "held_mb" in row]
-    columns = {
-        **{"number": "number", "size": "size", "seconds": "image_s", "cache MB": "cache_mb", "budget MB": "budget_mb"},
-        **{"held MB": "held_mb", "compiled": "compilations", "captured": "captures", "let go so far": "evictions"},
-        "ran as": "ran_as",
-    }
-    late = sum(row["compilations"] for row in own[1:])
-    text = f"With CUDA graphs. Of {len(own)} sizes some; after the first, {late} graphs were compiled."
-    if len(own) == 40:
-        held = [row["held_mb"] for row in own]
-        text += f" The last ten sizes held {max(held[-10:]) / max(held[:-10]):.3f} of the most memory before."
-    table = _table([row for row in own if row["number"] in (1, 2, 5, 10, 20, 30, 40)], columns)
-    return f"### Forty sizes in a row\n\n{text}\n\n{table}"
-
-
-TABLES = {
-    "steps": steps_table,
-    "profile": profile_table,
-    "cold": cold_table,
-    "sizes40": forty_table,
-    "attention": attention_table,
-    "rope": rope_table,
-}
-
-
-def line(row: Row) -> str:
-    """One row in words, while the bench runs."""
-    if "why" in row:
-        return f"{row['model']}, {row['part']}, {row['what']}, {row['contender']}: left out, {row['why']}"
-    names = ("size", "batch", "number", "start", "flags", "contender", "chosen_by", "embedding", "kernel")
-    figures = (
-        *("failed", "without", "step_ms", "eager_ms", "host_ms", "device_ms", "calls", "kernel_ms", "attention_ms"),
-        *("first_image_s", "image_s", "full_steps", "skipped_steps", "compilations", "kinds_s", "stages_s"),
-        *("uncompiled", "ran_as", "answer_diff"),
-    )
-    told = [f"{name} {row[name]:{'.3g' if isinstance(row[name], float) else ''}}" for name in figures if name in row]
-    return ", ".join([row["model"], row["part"], *(str(row[name]) for name in names if name in row), *told])
-
-
-def _table(rows: Sequence[Any], columns: Mapping[str, str | Callable[[Any], Any]]) -> str:
-    """A Markdown table; columns: heading → a field of the row, or a function of it; without those that are empty."""
-    shown = [{heading: pick(row) if callable(pick) else row[pick] for heading, pick in columns.items()} for row in rows]
-    filled = [heading for heading in columns if any(row[heading] not in (None, "") for row in shown)]
-    return markdown(shown, filled) if rows else "-"
-
-
-def is_telling(kernel: str) -> bool:
-    """Whether a kernel is attention's, or converts a layout."""
-    return any(part in kernel.lower() for part in ("sdpa", "flash", "fmha", "attention", "tonhwc", "tonchw"))
-
-
-def _seconds(row: Row, name: str) -> str:
-    return ", ".join(f"{of} {seconds}" for of, seconds in row.get(name, {}).items())
+def _list(title: str, sentences: Iterable[str]) -> list[str]:
+    """A section of the page; none without a sentence."""
+    lines = [f"- {sentence}" for sentence in sentences]
+    return ["", f"## {title}", "", *lines] if lines else []
 
 
 def _label(row: Row) -> str:
@@ -241,3 +190,54 @@ def _ran_as(row: Row) -> str:
     if row["uncompiled"]:
         notes.append(f"{row['uncompiled']} block calls uncompiled")
     return ", ".join(notes)
+
+
+_CASE = {"size": "size", "batch": "batch", "flags": "flags", "contender": _label}
+TABLES: dict[str, tuple[str, dict[str, str | Callable[[Row], Any]]]] = {
+    "steps": (
+        "Steps",
+        {
+            **{**_CASE, "weights": "dtype", "frames": "frames", "steps/s": "steps_per_s"},
+            **{"x eager": lambda row: row["eager_ms"] and row["eager_ms"] / row["step_ms"]},
+            **{"host ms": "host_ms", "device ms": "device_ms"},
+            "of peak": lambda row: None if row["share_of_matrix"] is None else f"{row['share_of_matrix']:.1%}",
+            **{"first image s": "first_image_s", "compiled": "compilations", "peak MB": "peak_mb"},
+            **{"graphs MB": "graphs_mb", "difference": lambda row: f"{row['answer_diff']:.1e}", "ran as": _ran_as},
+        },
+    ),
+    "profile": (
+        f"Kernels of at least {KERNEL_SHARE:.0%} of a step",
+        {
+            **{**_CASE, "kernel": lambda row: f"`{row['kernel']}`", "calls a step": "calls", "ms a step": "kernel_ms"},
+            "share": lambda row: f"{row['share']:.1%}",
+        },
+    ),
+    "cold": (
+        "First images",
+        {
+            **{**_CASE, "start": "start", "first image s": "first_image_s", "compiled": "compilations"},
+            **{"peak MB": "peak_mb", "ran as": "ran_as", "by kind": "kinds_s", "by stage": "stages_s"},
+        },
+    ),
+    "sizes40": (
+        "Forty sizes in a row with CUDA graphs, some of them",
+        {
+            **{"number": "number", "size": "size", "seconds": "image_s", "cache MB": "cache_mb", "held MB": "held_mb"},
+            **{"compiled": "compilations", "captured": "captures", "let go so far": "evictions", "ran as": "ran_as"},
+        },
+    ),
+}
+"""Title and columns of each part: heading → a field of the row, or a function of it."""
+
+
+def _is_shown(row: Row) -> bool:
+    """Whether the row has figures, and, where there are many, is one of those that tell most."""
+    if "why" in row or "failed" in row:
+        return False
+    return row.get("share", 1) >= KERNEL_SHARE and row.get("number", 1) in (1, 2, 5, 10, 20, 30, 40)
+
+
+def _table(rows: Sequence[Row], columns: Mapping[str, str | Callable[[Row], Any]]) -> str:
+    """A Markdown table, without columns that are empty."""
+    shown = [{name: pick(row) if callable(pick) else row.get(pick) for name, pick in columns.items()} for row in rows]
+    return markdown(shown, [name for name in columns if any(row[name] not in (None, "") for row in shown)])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kit import made_up_device
 
@@ -90,9 +91,9 @@ def is_known(name: str) -> bool:
     """Whether this core has the model; if not, that is said."""
     import comfy.supported_models
 
-    from . import gpu_models
+    from . import full_size
 
-    known = hasattr(comfy.supported_models, gpu_models.FULL[name].family.model_class)
+    known = hasattr(comfy.supported_models, full_size.FULL[name].family.model_class)
     if not known:
         print(f"This ComfyUI has no {name}.", file=sys.stderr)
     return known
@@ -104,9 +105,8 @@ def measure(name: str) -> list[report.Row]:
     from comfy_accel.accel.compile import block_compiler
     from comfy_accel.accel.core.fallbacks import fallbacks
 
-    from . import gpu_models
-    from .gpu_cases import Case
-    from .gpu_models import Runs
+    from . import full_size
+    from .session_plan import Case
 
     rows: list[report.Row] = []
     compile_block = block_compiler.compile_block
@@ -130,13 +130,9 @@ def measure(name: str) -> list[report.Row]:
             report.tell(rows[-1], COLUMNS)
         return ours
 
-    runs = Runs(gpu_models.FULL[name])
-    block_compiler.compile_block = compile_both
-    try:
-        with torch.inference_mode():
-            runs.run(_ours(runs.model), Case(1024, 1024, 1), 1)
-    finally:
-        block_compiler.compile_block = compile_block
+    runs = full_size.Runs(full_size.FULL[name])
+    with mock.patch.object(block_compiler, compile_block.__name__, compile_both), torch.inference_mode():
+        runs.run(_ours(runs.model), Case(1024, 1024), 1)
     for fallback in fallbacks.rows():
         print(f"{name}: {fallback}", file=sys.stderr)
     return rows
@@ -144,13 +140,13 @@ def measure(name: str) -> list[report.Row]:
 
 def whole(name: str) -> list[report.Row]:
     """The rows of whole models with few layers: ours, and core's at its second size."""
-    from . import gpu_models
-    from .gpu_cases import Case
+    from . import full_size
+    from .session_plan import Case
 
     rows: list[report.Row] = []
     for variant, layers in itertools.product((OURS, CORE), LAYERS):
-        subject = gpu_models.shallow(name, layers)
-        label, elements = _label(layers), 2 * math.prod(subject.latent(Case(1024, 1024, 1)).shape)
+        subject = full_size.make_shallow(name, layers)
+        label, elements = _label(layers), 2 * math.prod(subject.make_latent(Case(1024, 1024)).shape)
         found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
         try:
             with _fresh_kernels():  # or the second has the configurations alone that were chosen for the first
@@ -172,15 +168,14 @@ def _of_whole(subject: Any, variant: str) -> tuple[Launches, int]:
     """One call of the model at 1024 x 1024, compiled as the variant's node does; and its graph breaks."""
     import torch
 
-    from . import session
-    from .gpu_cases import Case
-    from .gpu_models import Runs
+    from . import full_size, session
+    from .session_plan import Case
 
-    runs = Runs(subject)
+    runs = full_size.Runs(subject)
     node, sizes = (_ours, (1024,)) if variant == OURS else (session.node("core", "inductor"), (768, 1024))
     model = node(runs.model)
     with torch.inference_mode():
-        return last_size(lambda side: runs.run(model, Case(side, side, 1), 1), sizes)
+        return last_size(lambda side: runs.run(model, Case(side, side), 1), sizes)
 
 
 def _ours(model: Any) -> Any:
@@ -201,13 +196,10 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
     from torch._dynamo.utils import counters
     from torch._inductor import compile_fx, output_code
 
-    compiled, run = compile_fx.compile_fx, output_code.CompiledFxGraph.__call__
-    compile_fx.compile_fx = lambda traced, *_, **__: traced.forward
-    try:
+    run = output_code.CompiledFxGraph.__call__
+    with mock.patch.object(compile_fx, "compile_fx", lambda traced, *_, **__: traced.forward):
         for size in sizes[:-1]:
             call(size)
-    finally:
-        compile_fx.compile_fx = compiled
     counters["graph_break"].clear()
     call(sizes[-1])
     breaks = sum(counters["graph_break"].values())
@@ -217,11 +209,8 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
             with externs:
                 return run(self, inputs)
 
-        output_code.CompiledFxGraph.__call__ = counted
-        try:
+        with mock.patch.object(output_code.CompiledFxGraph, "__call__", counted):
             call(sizes[-1])
-        finally:
-            output_code.CompiledFxGraph.__call__ = run
     if not launched:
         raise Problem("Nothing that was compiled ran.")
     return Launches([_kernel(*launch) for launch in launched], externs.counts), breaks
@@ -333,11 +322,8 @@ def _recording() -> Iterator[tuple[list[tuple[Any, tuple]], Any]]:
         launched.append((self, args))
         return run(self, *args, **kwargs)
 
-    CachingAutotuner.run = recorded
-    try:
+    with mock.patch.object(CachingAutotuner, "run", recorded):
         yield launched, Externs()
-    finally:
-        CachingAutotuner.run = run
 
 
 def _kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
@@ -356,8 +342,11 @@ def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, 
         size = sizes.get(f"{name.removesuffix('_BLOCK').lower()}_numel")
         if name.startswith("R") and isinstance(size, int):
             trips *= math.ceil(size / block)
-    code = sass(_cubin(result))
-    return sum(code.weights(trips)) * threads, code.divisions()
+    code = disassemble(_cubin(result))
+    loops = [(target, at) for at, op, target in code if op == "BRA" and target is not None and target < at]
+    issued = sum(trips if any(first <= at <= last for first, last in loops) else 1 for at, _, _ in code)
+    # A division begins with the divisor's reciprocal, rounded up.
+    return issued * threads, sum(op.startswith("I2F") and op.endswith(".RP") for _, op, _ in code)
 
 
 def _cubin(result: Any) -> bytes:
@@ -372,29 +361,11 @@ Instruction = tuple[int, str, "int | None"]
 """Address, operation, target of a branch."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sass:
-    """The instructions of one kernel."""
-
-    instructions: list[Instruction]
-
-    def weights(self, trips: int) -> list[int]:
-        """How often each is issued. trips: of its loops together."""
-        loops = [
-            (target, at) for at, op, target in self.instructions if op == "BRA" and target is not None and target < at
-        ]
-        return [trips if any(first <= at <= last for first, last in loops) else 1 for at, _, _ in self.instructions]
-
-    def divisions(self) -> int:
-        """A division begins with the divisor's reciprocal, rounded up."""
-        return sum(op.startswith("I2F") and op.endswith(".RP") for _, op, _ in self.instructions)
-
-
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?([A-Z][\w.]*)(.*)", re.MULTILINE)
 
 
 @functools.cache
-def sass(cubin: bytes) -> Sass:
+def disassemble(cubin: bytes) -> list[Instruction]:
     """The code of a kernel, as the disassembler in Triton's wheel reads it."""
     import triton
 
@@ -417,7 +388,7 @@ def sass(cubin: bytes) -> Sass:
     code = [item for item in found if item[1] != "NOP" and item[0] != end]
     for fork, target in forks:
         code = _one_way(code, fork, target)
-    return Sass(code)
+    return code
 
 
 def _one_way(code: list[Instruction], fork: int, target: int) -> list[Instruction]:

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     begin(options.images is None or not has_accelerator())
     import torch
 
-    from . import layouts
+    from . import full_size
 
     torch.set_num_threads(1)
     rows = []
@@ -56,8 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
                     report.write(options.json, rows, tree())  # also of a run that is stopped
         print(f"\n{report.table(rows, overhead_images.COLUMNS)}\n\n{overhead_images.LEGEND}")
         return report.finish(options.json, rows)
-    for name in options.layouts or layouts.ALL:
-        rows += measure(layouts.ALL[name])
+    for name in options.layouts or full_size.NARROW:
+        rows += measure(full_size.NARROW[name])
         print(f"{name}: measured", file=sys.stderr, flush=True)
     print(f"\n{report.table(rows, COLUMNS)}\n\n{LEGEND}")
     report.finish(options.json, rows)

@@ -33,7 +33,7 @@ DEPTH = {
     "HunyuanVideo": {"depth": 20, "depth_single_blocks": 40},
     "Z-Image": {"n_layers": 30, "n_refiner_layers": 2},
 }
-"""Depths of the published models, for the families that `layouts` has not."""
+"""Depths of the published models, for the families that `full_size.NARROW` has not."""
 
 clock = time.thread_time
 
@@ -109,9 +109,9 @@ class Layout:
         import torch
         from kit.families import FAMILIES
 
-        from . import layouts
+        from . import full_size
 
-        family, self.shape = layouts.ALL.get(name), (16 if name == "Flux" else 4, SIDE, SIDE)
+        family, self.shape = full_size.NARROW.get(name), (16 if name == "Flux" else 4, SIDE, SIDE)
         if family is None:
             family, self.shape = FAMILIES[name].family, FAMILIES[name].sizes[0][0]
             family = replace(family, config={**family.config, **DEPTH[name]})
@@ -157,11 +157,11 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> Iterator[rep
     """The rows of one layout, each told at once: all contenders' images, one after the other."""
     import torch
 
-    from . import layouts
+    from . import full_size
     from .compilations import counts
 
     layout = Layout(name)
-    if name in layouts.UNETS:  # core's UNets tell their blocks by class, so KJNodes' nodes compile them as a whole
+    if name in full_size.UNETS:  # core's UNets tell their blocks by class, so KJNodes' nodes compile them as a whole
         contenders = [contender for contender in contenders if contender != "blocks"]
     with torch.inference_mode():
         for contender in contenders:

@@ -141,12 +141,12 @@ def failure(rows: list[report.Row]) -> str | None:
 def _families():
     from kit import tiny_models
 
-    from . import layouts
+    from . import full_size
 
     # Two blocks of one kind: whether this measurement works, within two minutes.
     tiny = {**tiny_models.FLUX, "depth_single_blocks": 0}
     return {
-        **layouts.ALL,
+        **full_size.NARROW,
         "unet": tiny_models.UNET_FAMILY,
         "dit": tiny_models.FLUX_FAMILY,
         "tiny": dataclasses.replace(tiny_models.FLUX_FAMILY, name="Flux DiT, one kind", config=tiny),

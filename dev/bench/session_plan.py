@@ -18,6 +18,22 @@ classifier-free guidance multiply that. The table is of a random network, which 
 
 
 @dataclass(frozen=True)
+class Case:
+    """width, height: pixels. batch: images."""
+
+    width: int
+    height: int
+    batch: int = 1
+
+    @property
+    def size(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    def __str__(self) -> str:
+        return self.size + (f" batch {self.batch}" if self.batch > 1 else "")
+
+
+@dataclass(frozen=True)
 class Step:
     """One image of the session. Width and height in pixels; tokens of the positive prompt.
 

@@ -228,22 +228,3 @@ def test_memory_of_a_call_that_was_watched_and_refused_goes_back():
         call(x, t)
         assert len(reasons()) == 1
         assert torch.cuda.memory_reserved() <= before
-
-
-@torch.inference_mode()
-def test_peak_of_who_runs_eagerly_in_the_bench_is_without_what_others_captured():
-    from dev.bench import gpu_device
-
-    model, cache = toy()
-
-    def peak(kept):
-        free_bytes()
-        gpu_device.forget_peak(torch.device("cuda"))
-        model(*inputs(tokens=LONG))
-        return gpu_device.peak_mb(torch.device("cuda"), kept)
-
-    alone = peak(0)
-    with replays(model, cache) as call:
-        settle(call, *inputs(tokens=LONG))
-    buffers = sum(member.buffer_bytes for member in cache.captures.members)
-    assert peak(0) > alone + 100 and abs(peak(gpu_device.private_bytes() + buffers) - alone) <= 2
