@@ -18,7 +18,7 @@ from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from diffusers.loaders import single_file_utils
 
-from . import toy, toy_data
+from . import toy
 
 _LAYOUT = {
     **{"in_channels": 16, "num_layers": 2, "num_single_layers": 8, "axes_dims_rope": (8, 10, 10)},
@@ -44,11 +44,11 @@ class FluxPipeline:
     def _count(self, *_: Any) -> None:
         self._full += 1
 
-    def made(
+    def sample(
         self, steps: int, seed: int, context: AbstractContextManager[None] | None = None
     ) -> tuple[torch.Tensor, float]:
         """A latent [1, numbers] and its share of full steps, within one of the contexts below."""
-        tokens = toy.class_tokens()[torch.tensor([seed % len(toy_data.CLASSES)])]
+        tokens = toy.class_tokens()[torch.tensor([seed % toy.CLASSES])]
         given = {"prompt_embeds": tokens, "pooled_prompt_embeds": toy.pooled(tokens), "output_type": "latent"}
         noise, self._full = torch.Generator().manual_seed(seed), 0
         with context or nullcontext():

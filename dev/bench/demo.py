@@ -5,7 +5,6 @@
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +18,7 @@ from dev.tools.inprocess import boot
 from dev.tools.server import serving
 
 from . import pictures, report
+from .session_plan import Case
 
 FOLDER = WORK / "demo"
 SEED = 7
@@ -29,19 +29,6 @@ LEAST_DB = 40.0
 SHOWN = (("unet", 53), ("unet", 55), ("mmdit", 50), ("mmdit", 52))
 """Networks and seeds of the sheet."""
 SHEET = {"sampler": "euler", "steps": 30, "cfg": 4.0}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One size, in pixels."""
-
-    width: int
-    height: int
-    batch: int = 1
-
-    @property
-    def label(self) -> str:
-        return f"{self.width}x{self.height}" + (f" batch {self.batch}" if self.batch > 1 else "")
 
 
 # 160x240 is what 720x960 is to a full model: its latent of 20x30 halves to 10x15 and then to 5x8, not to 5x7.5.
@@ -105,18 +92,18 @@ def compare(client: Client, graph: Graph, case: Case) -> report.Row:
     """Run `case` without and with the pack. compiling_s: part of accelerated_s. largest_difference: of 255."""
     size = {"width": case.width, "height": case.height, "batch_size": case.batch}
     graph = workflow.change(graph, {"EmptyLatentImage": size})
-    plain = _run(client, workflow.bypass(graph), f"{case.label} plain")
+    plain = _run(client, workflow.bypass(graph), f"{case} plain")
     before = client.get("/accel/state")["graph_cache"]
-    accelerated = _run(client, graph, f"{case.label} accelerated")
+    accelerated = _run(client, graph, f"{case} accelerated")
     after = client.get("/accel/state")["graph_cache"]
     pairs = list(zip(*(_images(result, case) for result in (plain, accelerated)), strict=True))
     return {
-        "size": case.label,
+        "size": str(case),
         "plain_s": round(plain.seconds, 2),
         "accelerated_s": round(accelerated.seconds, 2),
         "compiling_s": round(after["seconds"] - before["seconds"], 2),
         "graphs_compiled": after["compilations"] - before["compilations"],
-        "largest_difference": max(_difference(*pair) for pair in pairs),
+        "largest_difference": max(high for pair in pairs for _, high in ImageChops.difference(*pair).getextrema()),
         "psnr_db": round(min(_psnr(*pair) for pair in pairs), 1),
     }
 
@@ -166,13 +153,8 @@ def _images(result: Result, case: Case) -> list[Image.Image]:
     images = [Image.open(io.BytesIO(file)).convert("RGB") for file in result.images]
     sizes = [image.size for image in images]
     if sizes != [(case.width, case.height)] * case.batch:
-        raise Problem(f"{case.label} was asked for, and ComfyUI made images of {sizes}.")
+        raise Problem(f"{case} was asked for, and ComfyUI made images of {sizes}.")
     return images
-
-
-def _difference(one: Image.Image, other: Image.Image) -> int:
-    """The largest difference of a channel, 0 to 255."""
-    return max(high for _, high in ImageChops.difference(one, other).getextrema())
 
 
 def _psnr(one: Image.Image, other: Image.Image) -> float:
@@ -194,7 +176,7 @@ def balanced(sheet: Path) -> str:
     pack.load()
     import torch
 
-    from . import deepcache, similarity, toy, toy_data
+    from . import deepcache, similarity, toy
 
     torch.set_num_threads(1)  # Layers this narrow gain little from more.
     torch.set_flush_denormal(True)
@@ -202,18 +184,16 @@ def balanced(sheet: Path) -> str:
     columns, found = [], []
     for network, seed in SHOWN:
         bench, steps = benches[network], SHEET["steps"]
-        model = deepcache.apply("Balanced", bench.model, steps)
+        model = deepcache.apply_way("Balanced", bench.model, steps)
         with torch.inference_mode():  # as ComfyUI runs every node
-            plain, _ = bench.made(bench.model, **SHEET, seed=seed)
-            skipped, share = bench.made(model, **SHEET, seed=seed)
+            plain, _ = bench.sample(bench.model, **SHEET, seed=seed)
+            skipped, share = bench.sample(model, **SHEET, seed=seed)
             count = max(1, round(share * steps))
-            fewer, _ = bench.made(bench.model, **{**SHEET, "steps": count}, seed=seed)
+            fewer, _ = bench.sample(bench.model, **{**SHEET, "steps": count}, seed=seed)
         skipped_db, fewer_db = (similarity.decibels(latent, plain) for latent in (skipped, fewer))
         labels = f"{steps} steps", f"Balanced: {skipped_db:.0f} dB", f"{count} steps: {fewer_db:.0f} dB"
         latents = (plain, skipped, fewer)
-        columns.append(
-            [(label, pictures.strip(toy_data.view(made))) for label, made in zip(labels, latents, strict=True)]
-        )
+        columns.append([(label, pictures.strip(toy.view(made))) for label, made in zip(labels, latents, strict=True)])
         found.append((share, skipped_db, fewer_db))
     pictures.contact_sheet(sheet, columns)
     shares, reached, others = zip(*found, strict=True)

@@ -22,7 +22,7 @@ from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
 
 from . import pictures, report, similarity
-from .deepcache import EVERY_SECOND, FEWER, KEPT, LEVELS, apply, target_of
+from .deepcache import EVERY_SECOND, FEWER, KEPT, LEVELS, apply_way, find_target
 from .similarity import decibels
 
 PROMPTS = (
@@ -129,9 +129,9 @@ class Bench:
 
         yield row("uncached", self._plain(index, steps), 1.0, "F" * steps)
         for way in ways:
-            made = self._made(apply(way, self._model, steps), index, steps)
+            made = self._made(apply_way(way, self._model, steps), index, steps)
             skipping = self._records.deep_cache()
-            yield row(way, made, 1 - skipping.skipped_work, skipping.steps_taken, target_of(way))
+            yield row(way, made, 1 - skipping.skipped_work, skipping.steps_taken, find_target(way))
             if way != EVERY_SECOND:
                 fewer = max(1, round((1 - skipping.skipped_work) * steps))
                 yield row(f"{FEWER}, as {way}", self._plain(index, fewer), fewer / steps, "F" * fewer)

@@ -1,12 +1,11 @@
 """The trained test networks: their layouts, their prompts, their files. Import it after `inprocess.boot`.
 
-`data/toy_unet.md` and the pages beside it say what they are and how they were trained; the script that did is in the
-repository's history, `bench/train_toy.py`.
+`data/toy_unet.md` and the pages beside it say what they are and how they were trained; the script that did and the
+pictures that it drew are in the repository's history, `bench/train_toy.py` and `dev/bench/toy_data.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,31 +20,25 @@ from kit.tiny_models import FLUX, SD3, UNET, Family
 
 from dev import ROOT, Problem
 
-from . import toy_data
-
-SIZES = ((16, 16), (12, 20), (20, 12), (15, 17), (17, 15), (15, 20), (20, 15))
-"""Height and width, in latent pixels, that they were trained at."""
 TOKENS = 4
 CONTEXT_DIM = 64
 CFG = 3.0
-NULL_CLASS = len(toy_data.CLASSES)
+CLASSES = 8
+"""Kinds of figure, or letters, that a network makes: numbers from 0 on."""
+NULL_CLASS = CLASSES
 """The class of no class: the negative prompt."""
-CHANNELS = len(toy_data.CHANNELS)
+CHANNELS = 4
+VIEW = ((0.17, 0.17, 0.17), (0.13, -0.11, 0.02), (0.07, 0.05, -0.16), (0.06, 0.06, 0.06))
+"""Latent channel (light, red-green, yellow-blue, relief) → red, green, blue."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """family: how core builds it. pictures: what it learned. predicts_v: whether it predicts v, as SD 2's, where core
-    builds one that predicts the noise."""
+    """family: how core builds it. predicts_v: whether it predicts v, as SD 2's, where core builds one that predicts the
+    noise."""
 
     family: Family
-    pictures: Callable[[torch.Tensor, int, int, torch.Generator], torch.Tensor] = toy_data.figures
     predicts_v: bool = False
-
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of the classes of its pictures."""
-        return toy_data.CLASSES if self.pictures is toy_data.figures else toy_data.LETTERS
 
     def build(self, dtype: torch.dtype):
         """Core's BaseModel, its weights as the memory was."""
@@ -114,21 +107,10 @@ _VPRED_LAYOUT = {
 """SD 2's kind of UNet, with cross-attention on every level."""
 
 NETWORKS = {
-    "unet": Network(
-        Family("unet", "SD15", _UNET_LAYOUT, CONTEXT_DIM),
-    ),
-    "dit": Network(
-        Family("dit", "FluxSchnell", _DIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
-    ),
-    "mmdit": Network(
-        Family("mmdit", "SD3", _MMDIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
-        pictures=toy_data.letters,
-    ),
-    "vpred": Network(
-        Family("vpred", "SD15", _VPRED_LAYOUT, CONTEXT_DIM),
-        pictures=toy_data.letters,
-        predicts_v=True,
-    ),
+    "unet": Network(Family("unet", "SD15", _UNET_LAYOUT, CONTEXT_DIM)),
+    "dit": Network(Family("dit", "FluxSchnell", _DIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM)),
+    "mmdit": Network(Family("mmdit", "SD3", _MMDIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM)),
+    "vpred": Network(Family("vpred", "SD15", _VPRED_LAYOUT, CONTEXT_DIM), predicts_v=True),
 }
 
 
@@ -186,3 +168,9 @@ def sample(
     scheduler = scheduler or ("simple" if isinstance(model.model.model_sampling, CONST) else "normal")
     latent = tiny_models.sample_latent(model, empty, *prompts, steps, cfg, sampler, scheduler, seed)
     return model.model.process_latent_in(latent)
+
+
+def view(latent: torch.Tensor) -> torch.Tensor:
+    """Red, green and blue in 0..1, [B, 3, H, W], of latents [B, 4, H, W]: a fixed linear map, as previews are."""
+    colours = torch.einsum("bchw,cr->brhw", latent, torch.tensor(VIEW, dtype=latent.dtype, device=latent.device))
+    return (colours + 0.5).clamp(0, 1)

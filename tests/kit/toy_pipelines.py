@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import diffusers
 import torch
 
-from dev.bench import toy, toy_data
+from dev.bench import toy
 
 _NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
@@ -46,7 +46,7 @@ class ToyPipeline:
         self.scheduler.set_timesteps(steps)
         latent = torch.randn(1, toy.CHANNELS, 16, 16, generator=torch.Generator().manual_seed(seed))
         latent = latent if self.is_flow else latent * self.scheduler.init_noise_sigma
-        tokens = toy.class_tokens()[[seed % len(toy_data.CLASSES), toy.NULL_CLASS]]
+        tokens = toy.class_tokens()[[seed % toy.CLASSES, toy.NULL_CLASS]]
         pooled = {"y": toy.pooled(tokens)} if self.is_flow else {}
         with self.progress_bar():
             for time in self.scheduler.timesteps:
