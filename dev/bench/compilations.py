@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-
-CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
+from unittest import mock
 
 
 class Counts(NamedTuple):
@@ -110,19 +109,11 @@ def empty_inductor_cache() -> Iterator[None]:
 @contextmanager
 def compiling_into(folder: Path) -> Iterator[None]:
     """While it lasts, inductor and triton keep their files in `folder`, and look nowhere else."""
-    changed = fresh_folders(folder)
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with mock.patch.dict(os.environ, fresh_folders(folder)):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def fresh_folders(folder: Path) -> dict[str, str]:
     """Environment of a process that keeps what it compiles in `folder` alone."""
     # Inductor gives triton a folder once for a process, where none is named.
-    return {CACHE_DIR: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}

@@ -210,7 +210,11 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
 
 def _cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: str) -> report.Row:
     """All replicas start at once and warm up, without a store or with one that all share."""
-    environment = store_environment(work, store)
+    environment = {
+        "ACCEL_STORE": str(work / "graphs") if store == "shared" else "off",
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or each builds half a dozen programs to find out
+        "TORCHINDUCTOR_CACHE_DIR": str(work / f"torch-{store}"),
+    }
     warm_up = [graph(64, 64, seed=0, backend="inductor")]
     started = time.perf_counter()
     with running_fleet(options, base, work / "results-cold", environment=environment, warm_up=warm_up) as replicas:
@@ -224,15 +228,6 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: 
         "loaded": sum(state["loaded"] for state in states),
         "ready_s": round(seconds, 1),
         "store_mb": round(sum(file.stat().st_size for file in saved if file.is_file()) / 1e6, 3),
-    }
-
-
-def store_environment(work: Path, store: str) -> dict[str, str]:
-    """Variables of replicas that compile. store: of `STORES`."""
-    return {
-        "ACCEL_STORE": str(work / "graphs") if store == "shared" else "off",
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or each builds half a dozen programs to find out
-        "TORCHINDUCTOR_CACHE_DIR": str(work / f"torch-{store}"),
     }
 
 

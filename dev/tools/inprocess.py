@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 from .comfyui import tree
 
@@ -17,16 +18,12 @@ def boot(cpu: bool, *flags: str) -> Path:
     comfyui = tree()
     if str(comfyui) not in sys.path[:1]:
         sys.path.insert(0, str(comfyui))
-    given = sys.argv
     # Core's own attention is about 100 times slower on a CPU; CUDA graphs need torch's own allocator.
     flags = (*flags, "--cpu") if cpu else flags or ("--disable-cuda-malloc",)
-    sys.argv = ["main.py", "--use-pytorch-cross-attention", *flags]
-    try:
+    with mock.patch.object(sys, "argv", ["main.py", "--use-pytorch-cross-attention", *flags]):
         import comfy.options
 
         # Must come before the first import of comfy.cli_args, which reads sys.argv once.
         comfy.options.enable_args_parsing()
         import comfy.cli_args  # noqa: F401
-    finally:
-        sys.argv = given
     return comfyui

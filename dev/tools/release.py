@@ -170,17 +170,9 @@ def wheel(tools: Path) -> Iterator[str]:
     """What is wrong with the wheel: it cannot be built, or not imported by itself."""
     WORK.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK) as folder:
-        pip = [
-            tools,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-build-isolation",
-            "--no-deps",
-        ]
-        built = subprocess.run([*pip, "--wheel-dir", folder, ROOT], capture_output=True, text=True)
+        quiet = ["--quiet", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
+        pip = [tools, "-m", "pip", "wheel", *quiet, "--wheel-dir", folder, ROOT]
+        built = subprocess.run(pip, capture_output=True, text=True)
         made = list(Path(folder).glob("*.whl"))
         if built.returncode or not made:
             yield built.stderr.strip()[-500:] or "pip built none"
