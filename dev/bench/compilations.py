@@ -39,7 +39,7 @@ def _traced() -> Counter[str]:
     return told
 
 
-def counts() -> Counts:
+def read_counts() -> Counts:
     from comfy_accel.accel.core.fallbacks import fallbacks
     from torch._dynamo.utils import counters
 

@@ -46,13 +46,13 @@ def main(arguments: list[str] | None = None) -> None:
         checkpoint = synthetic.checkpoint(comfyui=comfyui)
     backend, because = choose_backend()
     print(f"Exact: the same images, compiled. Backend {backend}: {because}.", flush=True)
-    rows = exact(comfyui, checkpoint, backend)
-    print(f"\n{report.table(rows)}\n\n{verdict(rows, backend)}\n", flush=True)
+    rows = run_exact(comfyui, checkpoint, backend)
+    print(f"\n{report.table(rows)}\n\n{say_verdict(rows, backend)}\n", flush=True)
 
     print("Balanced: steps that hardly change the image are skipped. On trained test networks:", flush=True)
     sheet = FOLDER / "balanced.png"
-    print(f"{balanced(sheet)}\nContact sheet: {sheet}")
-    report.finish(options.json, rows, failure(rows))
+    print(f"{sample_balanced(sheet)}\nContact sheet: {sheet}")
+    report.finish(options.json, rows, find_failure(rows))
 
 
 def choose_backend() -> tuple[str, str]:
@@ -68,7 +68,7 @@ def choose_backend() -> tuple[str, str]:
 # Exact
 
 
-def exact(comfyui: Path, checkpoint: Path, backend: str) -> list[report.Row]:
+def run_exact(comfyui: Path, checkpoint: Path, backend: str) -> list[report.Row]:
     """A row for each case: the saved workflow without and with the pack, in one ComfyUI."""
     base = FOLDER / "base"
     offered = offer_checkpoint(base, checkpoint)
@@ -96,7 +96,7 @@ def compare(client: Client, graph: Graph, case: Case) -> report.Row:
     before = client.get("/accel/state")["graph_cache"]
     accelerated = _run(client, graph, f"{case} accelerated")
     after = client.get("/accel/state")["graph_cache"]
-    pairs = list(zip(*(_images(result, case) for result in (plain, accelerated)), strict=True))
+    pairs = list(zip(*(_read_images(result, case) for result in (plain, accelerated)), strict=True))
     return {
         "size": str(case),
         "plain_s": round(plain.seconds, 2),
@@ -104,11 +104,11 @@ def compare(client: Client, graph: Graph, case: Case) -> report.Row:
         "compiling_s": round(after["seconds"] - before["seconds"], 2),
         "graphs_compiled": after["compilations"] - before["compilations"],
         "largest_difference": max(high for pair in pairs for _, high in ImageChops.difference(*pair).getextrema()),
-        "psnr_db": round(min(_psnr(*pair) for pair in pairs), 1),
+        "psnr_db": round(min(_compare(*pair) for pair in pairs), 1),
     }
 
 
-def verdict(rows: Sequence[report.Row], backend: str) -> str:
+def say_verdict(rows: Sequence[report.Row], backend: str) -> str:
     """What the rows say, in a sentence or two."""
     first, later = rows[0], rows[1:]
     if backend == "eager":
@@ -126,7 +126,7 @@ def verdict(rows: Sequence[report.Row], backend: str) -> str:
     return f"{did} The images are {same}. Seconds are of whole prompts."
 
 
-def failure(rows: Sequence[report.Row]) -> str | None:
+def find_failure(rows: Sequence[report.Row]) -> str | None:
     """What must not be."""
     if any(row["graphs_compiled"] for row in rows[1:]):
         return "A later size compiled again."
@@ -149,7 +149,7 @@ def _run(client: Client, graph: Graph, label: str) -> Result:
     return result
 
 
-def _images(result: Result, case: Case) -> list[Image.Image]:
+def _read_images(result: Result, case: Case) -> list[Image.Image]:
     images = [Image.open(io.BytesIO(file)).convert("RGB") for file in result.images]
     sizes = [image.size for image in images]
     if sizes != [(case.width, case.height)] * case.batch:
@@ -157,7 +157,8 @@ def _images(result: Result, case: Case) -> list[Image.Image]:
     return images
 
 
-def _psnr(one: Image.Image, other: Image.Image) -> float:
+def _compare(one: Image.Image, other: Image.Image) -> float:
+    """Their PSNR, dB."""
     import torch
     from torchvision.transforms.functional import pil_to_tensor
 
@@ -169,7 +170,7 @@ def _psnr(one: Image.Image, other: Image.Image) -> float:
 # Balanced
 
 
-def balanced(sheet: Path) -> str:
+def sample_balanced(sheet: Path) -> str:
     """Save a sheet with a column for each of SHOWN: uncached, *Balanced*, fewer steps at equal work. Returns what it
     shows, in a sentence."""
     boot(cpu=not has_accelerator())

@@ -16,8 +16,8 @@ from dev import Problem
 from dev.tools import command, pack
 
 from . import child, report
-from .compilations import RecompileLimit, counts, empty_inductor_cache
-from .session_plan import TOTALS, failure, latent_side, totals
+from .compilations import RecompileLimit, empty_inductor_cache, read_counts
+from .session_plan import TOTALS, find_failure, latent_side, sum_up
 
 CONTENDERS = PLAIN, BLOCKS, BLOCKS_DYNAMIC, WHOLE, OURS = ("plain", "blocks", "blocks dynamic", "whole", "ours")
 LEGEND = f"""\
@@ -89,10 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
             with empty_inductor_cache():
                 made = child.result_of(measure, [contender, f"{work}/plain.pt"], contender, {"ACCEL_STORE": "off"})
             rows += made
-            for row in totals(made, "warm_s"):
+            for row in sum_up(made, "warm_s"):
                 report.tell(row, list(row))
-    print(f"\n{report.table(totals(rows, 'warm_s'))}\n\n{LEGEND}")
-    report.finish(options.json, rows, failure(rows, STEPS[0].name))
+    print(f"\n{report.table(sum_up(rows, 'warm_s'))}\n\n{LEGEND}")
+    report.finish(options.json, rows, find_failure(rows, STEPS[0].name))
     print("Ours compiled in the first image alone, and is within tolerance in every one.")
 
 
@@ -109,13 +109,14 @@ def measure(contender: str, expected: str) -> list[report.Row]:
         with RecompileLimit() as limit:
             _accelerate(pipe, contender)
             for step in steps:
-                before, uncompiled = counts(), _uncompiled()
+                before, uncompiled = read_counts(), _count_uncompiled()
                 image, seconds = _timed(pipe, step)
                 _, warm = _timed(pipe, step)
                 wanted = images.setdefault(f"{model}, {step.name}", image)
                 difference = (image - wanted).abs().max() / wanted.abs().max()
                 row = {"model": model, "contender": contender, "step": step.name, "batch": step.batch}
-                row |= {"compilations": counts().since(before).graphs, "uncompiled": _uncompiled() - uncompiled}
+                compiled, uncompiled = read_counts().since(before).graphs, _count_uncompiled() - uncompiled
+                row |= {"compilations": compiled, "uncompiled": uncompiled}
                 row |= {"gave_up": limit.heard, "first_image_s": round(seconds, 3), "warm_s": round(warm, 4)}
                 rows.append({**row, "relative_diff": difference.item(), "dtype": "fp32"})
     if contender == PLAIN:
@@ -169,7 +170,7 @@ def _accelerate(pipe, contender: str) -> None:
         accelerate_pipeline(pipe, ignores=("vae",))
 
 
-def _uncompiled() -> int:
+def _count_uncompiled() -> int:
     """Calls of blocks that our engine ran uncompiled, but for those measured to be slower compiled."""
     from comfy_accel.accel.core.fallbacks import fallbacks
 

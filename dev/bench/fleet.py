@@ -66,23 +66,23 @@ def main(arguments: list[str] | None = None) -> None:
         loads, colds, faults = [], [], []
         with own_ray(options.replicas) as url:
             for names, measure, rows, columns in (
-                (options.routes, _load, loads, LOAD_COLUMNS),
-                (options.stores, _cold, colds, COLD_COLUMNS),
-                (options.faults, _fault, faults, FAULT_COLUMNS),
+                (options.routes, _kill_replica, loads, LOAD_COLUMNS),
+                (options.stores, _start_cold, colds, COLD_COLUMNS),
+                (options.faults, _cause, faults, FAULT_COLUMNS),
             ):
                 for name in names:
                     rows.append(measure(options, Path(work), base, url, name))
                     print(report.table(rows[-1:], columns), file=sys.stderr, flush=True)
             started = psutil.Process().children(recursive=True)
-        left = left_of(Path(work), started)
+        left = count_left(Path(work), started)
     for rows, columns in ((loads, LOAD_COLUMNS), (colds, COLD_COLUMNS), (faults, FAULT_COLUMNS)):
         if rows:
             print(f"\n{report.table(rows, columns)}")
     print(f"\n{LEGEND}\n{'No process was' if not left else f'{left} processes were'} left behind.")
-    report.finish(options.json, [*loads, *colds, *faults], failure(loads, colds, faults, left))
+    report.finish(options.json, [*loads, *colds, *faults], find_failure(loads, colds, faults, left))
 
 
-def failure(loads: list[report.Row], colds: list[report.Row], faults: list[report.Row], left: int) -> str | None:
+def find_failure(loads: list[report.Row], colds: list[report.Row], faults: list[report.Row], left: int) -> str | None:
     """What must not be: a prompt without its one answer, more graphs compiled than there can be, a fleet left over."""
     for row in loads:
         route = f"route {row['route']}"
@@ -175,7 +175,7 @@ def running_fleet(options: argparse.Namespace, base: Path, results: Path, **sett
         serve.delete("fleet")
 
 
-def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: str) -> report.Row:
+def _kill_replica(options: argparse.Namespace, work: Path, base: Path, url: str, route: str) -> report.Row:
     """All prompts at once, in a mixed order; a third of them answered, a replica is killed."""
     results = work / f"results-{route}"
     graphs = [graph(*SIZES[number % len(SIZES)], seed=number, steps=6) for number in range(options.prompts)]
@@ -183,10 +183,10 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
     warm_up = [graph(64, 64, seed=0)]
     with running_fleet(options, base, results, route=route, environment={"ACCEL_STORE": "off"}, warm_up=warm_up):
         started = time.perf_counter()
-        with _client(url, graphs) as ended:
-            _until(lambda: len(ended) >= len(graphs) // 3, 600)
-            os.kill(_until(lambda: _running(url), 60)["pid"], signal.SIGKILL)
-            _until(lambda: len(ended) == len(graphs), 600)
+        with _sending(url, graphs) as ended:
+            _wait_until(lambda: len(ended) >= len(graphs) // 3, 600)
+            os.kill(_wait_until(lambda: _find_running(url), 60)["pid"], signal.SIGKILL)
+            _wait_until(lambda: len(ended) == len(graphs), 600)
             entries = [_get(f"{url}/history/{prompt_id}")[prompt_id] for prompt_id in ended]
         seconds = time.perf_counter() - started
         counts = _get(f"{url}/accel/state")["prompts"]
@@ -208,7 +208,7 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
     }
 
 
-def _cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: str) -> report.Row:
+def _start_cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: str) -> report.Row:
     """All replicas start at once and warm up, without a store or with one that all share."""
     environment = {
         "ACCEL_STORE": str(work / "graphs") if store == "shared" else "off",
@@ -219,7 +219,7 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: 
     started = time.perf_counter()
     with running_fleet(options, base, work / "results-cold", environment=environment, warm_up=warm_up) as replicas:
         seconds = time.perf_counter() - started
-        states = _states(replicas, options.replicas)
+        states = _ask_states(replicas, options.replicas)
     saved = (work / "graphs").rglob("*") if store == "shared" else ()
     return {
         "store": store,
@@ -231,48 +231,48 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: 
     }
 
 
-def _fault(options: argparse.Namespace, work: Path, base: Path, url: str, fault: str) -> report.Row:
+def _cause(options: argparse.Namespace, work: Path, base: Path, url: str, fault: str) -> report.Row:
     return {"fault": fault, **FAULTS[fault](options, work, base, url)}
 
 
-def _comfyui(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
+def _kill_comfyui(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
     results = work / "results-comfyui"
     with running_fleet(options, base, results, environment={"ACCEL_STORE": "off"}) as replicas:
-        with _client(url, [graph(64, 64, seed=seed, steps=300) for seed in range(4)]) as ended:
-            busy = _until(lambda: _running(url), 60)
-            (comfyui,) = [process for process in _comfyuis(base) if process.ppid() == busy["pid"]]
+        with _sending(url, [graph(64, 64, seed=seed, steps=300) for seed in range(4)]) as ended:
+            busy = _wait_until(lambda: _find_running(url), 60)
+            (comfyui,) = [process for process in _find_comfyuis(base) if process.ppid() == busy["pid"]]
             comfyui.kill()
             killed = time.perf_counter()
-            _until(lambda: len(ended) == 4, 300)
-        names = {state["replica"] for state in _states(replicas, options.replicas, without=busy["replica"])}
+            _wait_until(lambda: len(ended) == 4, 300)
+        names = {state["replica"] for state in _ask_states(replicas, options.replicas, without=busy["replica"])}
         seconds = time.perf_counter() - killed
         counts = _get(f"{url}/accel/state")["prompts"]
     return {
         "replicas": len(names),
-        **_published(results, 4),
+        **_read_published(results, 4),
         "run_again": counts["runs"] - 4,
         "seconds": round(seconds, 1),
     }
 
 
-def _shutdown(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
+def _shut_down(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
     results = work / "results-shutdown"
     environment = {"ACCEL_STORE": "off"}
     with contextlib.ExitStack() as client:
         with running_fleet(options, base, results, environment=environment, drain_s=DRAIN_S):
-            client.enter_context(_client(url, [graph(64, 64, seed=0, steps=1500)]))
-            _until(lambda: _running(url), 60)
+            client.enter_context(_sending(url, [graph(64, 64, seed=0, steps=1500)]))
+            _wait_until(lambda: _find_running(url), 60)
             began = time.perf_counter()
         seconds = time.perf_counter() - began
-    if _comfyuis(base):
+    if _find_comfyuis(base):
         raise Problem("A ComfyUI outlived its fleet.")
-    return {"replicas": options.replicas, **_published(results, 1), "seconds": round(seconds, 1)}
+    return {"replicas": options.replicas, **_read_published(results, 1), "seconds": round(seconds, 1)}
 
 
-FAULTS = {"comfyui": _comfyui, "shutdown": _shutdown}
+FAULTS = {"comfyui": _kill_comfyui, "shutdown": _shut_down}
 
 
-def _published(results: Path, prompts: int) -> report.Row:
+def _read_published(results: Path, prompts: int) -> report.Row:
     entries = [json.loads(file.read_text()) for file in results.glob("*/history.json")]
     return {
         "prompts": prompts,
@@ -282,7 +282,7 @@ def _published(results: Path, prompts: int) -> report.Row:
     }
 
 
-def _comfyuis(base: Path) -> list[psutil.Process]:
+def _find_comfyuis(base: Path) -> list[psutil.Process]:
     """The ComfyUIs of a fleet over this base directory."""
     return [
         process
@@ -291,7 +291,7 @@ def _comfyuis(base: Path) -> list[psutil.Process]:
     ]
 
 
-def _states(replicas: Any, count: int, without: str = "") -> list[dict[str, Any]]:
+def _ask_states(replicas: Any, count: int, without: str = "") -> list[dict[str, Any]]:
     """What each of so many replicas says; without: one that is not asked for."""
     states: dict[str, dict[str, Any]] = {}
 
@@ -302,11 +302,11 @@ def _states(replicas: Any, count: int, without: str = "") -> list[dict[str, Any]
                 states[state["replica"]] = state
         return len(states) >= count
 
-    _until(all_answered, 300)
+    _wait_until(all_answered, 300)
     return list(states.values())
 
 
-def _running(url: str) -> dict[str, Any] | None:
+def _find_running(url: str) -> dict[str, Any] | None:
     """A replica that runs a prompt."""
     return next((replica for replica in _get(f"{url}/accel/state")["replicas"] if replica["running"]), None)
 
@@ -317,7 +317,7 @@ def _get(url: str) -> Any:
 
 
 @contextlib.contextmanager
-def _client(url: str, graphs: list) -> Iterator[set[str]]:
+def _sending(url: str, graphs: list) -> Iterator[set[str]]:
     """Sends prompts and listens, as a client that knows nothing of the fleet; the ids of those that have ended."""
     ended: set[str] = set()
     done = threading.Event()
@@ -343,7 +343,7 @@ def _client(url: str, graphs: list) -> Iterator[set[str]]:
         thread.join()
 
 
-def _until(what: Callable[[], Any], seconds: float) -> Any:
+def _wait_until(what: Callable[[], Any], seconds: float) -> Any:
     deadline = time.monotonic() + seconds
     while True:
         found = what()
@@ -354,7 +354,7 @@ def _until(what: Callable[[], Any], seconds: float) -> Any:
         time.sleep(0.1)
 
 
-def left_of(work: Path, started: list[psutil.Process], seconds: float = 20) -> int:
+def count_left(work: Path, started: list[psutil.Process], seconds: float = 20) -> int:
     """Processes of this measurement that still run, so many seconds after its end.
 
     started: those that there were before; who loses its parent is no child of ours any more.
@@ -365,13 +365,13 @@ def left_of(work: Path, started: list[psutil.Process], seconds: float = 20) -> i
         for process in psutil.process_iter(["cmdline"]):
             if any(str(work) in part for part in process.info["cmdline"] or ()):
                 ours.add(process)
-        left = sum(map(_runs, ours))
+        left = sum(map(_is_running, ours))
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.5)
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

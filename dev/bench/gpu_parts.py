@@ -34,7 +34,7 @@ from kit import made_up_device
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from .compilations import RecompileLimit, compiling_into, counts, seconds_heard
+from .compilations import RecompileLimit, compiling_into, read_counts, seconds_heard
 from .full_size import FULL, Run, Runs, make_small, wait_for
 from .gpu_page import CAPTURED, CONTENDERS, CORE, EAGER, forty_sizes
 from .report import Row
@@ -107,7 +107,7 @@ class Lineup:
         replayed, and the reasons why no more of them.
         """
         self._limit.heard = name in self._gave_up
-        before, fell_back, (captures, replays) = counts(), fallbacks.counts(), self._count_graphs(name)
+        before, fell_back, (captures, replays) = read_counts(), fallbacks.counts(), self._count_graphs(name)
         row: Row = {}
         try:
             # In inference mode, as ComfyUI runs every node.
@@ -116,7 +116,7 @@ class Lineup:
         finally:
             if self._limit.heard:
                 self._gave_up.add(name)
-            spent, now = counts().since(before), self._count_graphs(name)
+            spent, now = read_counts().since(before), self._count_graphs(name)
             fallen = rows_of(fallbacks.since(fell_back))
             row.update(
                 compilations=spent.graphs,

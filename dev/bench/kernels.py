@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     if unknown := set(options.models) - set(MODELS):
         raise Problem(f"There is no model {unknown.pop()}: choose of {', '.join(MODELS)}.")
     if not made_up_device.is_here():
-        return _on_the_device(arguments)
+        return _run_on_made_up_device(arguments)
     boot(cpu=False)
     pack.load()
     made_up_device.prepare()
@@ -70,12 +70,12 @@ def main(arguments: list[str] | None = None) -> int | None:
     rows = []
     for name in options.models or MODELS:
         if is_known(name):
-            rows += [*measure(name), *([] if options.blocks else whole(name))]
-    print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}")
+            rows += [*measure(name), *([] if options.blocks else measure_whole(name))]
+    print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(sum_up(rows))}\n\n{LEGEND}")
     report.finish(options.json, rows)
 
 
-def _on_the_device(arguments: list[str] | None) -> int:
+def _run_on_made_up_device(arguments: list[str] | None) -> int:
     """Run the same in a process that has the made-up device."""
     try:
         folder = made_up_device.build(WORK / "made-up-device")
@@ -116,29 +116,29 @@ def measure(name: str) -> list[report.Row]:
         ours = None
         for variant in (OURS, STATIC):
             for_one_size = dataclasses.replace(call, kind=dataclasses.replace(kind, varying=()), any_size=False)
-            with _fresh_kernels():
-                started = _cpu_seconds()
+            with _compiling_afresh():
+                started = _read_cpu_seconds()
                 if variant == OURS:
                     graph = compile_block(template, call, *rest, **settings)
                 else:
                     graph = compile_block(template, for_one_size)
-                seconds = _cpu_seconds() - started
-                launches = _launches(graph, call.tensors)
+                seconds = _read_cpu_seconds() - started
+                launches = _record_launches(graph, call.tensors)
             ours = ours or graph
             label = f"{kind.name} {' '.join('x'.join(map(str, tensor.shape)) for tensor in call.inputs)}"
-            rows.append(row(name, label, variant, max(map(torch.Tensor.numel, call.inputs)), launches, seconds))
+            rows.append(make_row(name, label, variant, max(map(torch.Tensor.numel, call.inputs)), launches, seconds))
             report.tell(rows[-1], COLUMNS)
         return ours
 
     runs = full_size.Runs(full_size.FULL[name])
     with mock.patch.object(block_compiler, compile_block.__name__, compile_both), torch.inference_mode():
-        runs.run(_ours(runs.model), Case(1024, 1024), 1)
+        runs.run(_compile_blocks(runs.model), Case(1024, 1024), 1)
     for fallback in fallbacks.rows():
         print(f"{name}: {fallback}", file=sys.stderr)
     return rows
 
 
-def whole(name: str) -> list[report.Row]:
+def measure_whole(name: str) -> list[report.Row]:
     """The rows of whole models with few layers: ours, and core's at its second size."""
     from . import full_size
     from .session_plan import Case
@@ -146,12 +146,12 @@ def whole(name: str) -> list[report.Row]:
     rows: list[report.Row] = []
     for variant, layers in itertools.product((OURS, CORE), LAYERS):
         subject = full_size.make_shallow(name, layers)
-        label, elements = _label(layers), 2 * math.prod(subject.make_latent(Case(1024, 1024)).shape)
+        label, elements = _name(layers), 2 * math.prod(subject.make_latent(Case(1024, 1024)).shape)
         found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
         try:
-            with _fresh_kernels():  # or the second has the configurations alone that were chosen for the first
-                launches, breaks = _of_whole(subject, variant)
-            found = row(name, label, variant, elements, launches)
+            with _compiling_afresh():  # or the second has the configurations alone that were chosen for the first
+                launches, breaks = _launch_whole(subject, variant)
+            found = make_row(name, label, variant, elements, launches)
             found["mark"] = f"{breaks} graph breaks" if breaks else None
         except Exception as error:
             found["mark"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
@@ -160,11 +160,11 @@ def whole(name: str) -> list[report.Row]:
     return rows
 
 
-def _label(layers: int) -> str:
+def _name(layers: int) -> str:
     return f"{WHOLE}, {layers} of each layer"
 
 
-def _of_whole(subject: Any, variant: str) -> tuple[Launches, int]:
+def _launch_whole(subject: Any, variant: str) -> tuple[Launches, int]:
     """One call of the model at 1024 x 1024, compiled as the variant's node does; and its graph breaks."""
     import torch
 
@@ -172,13 +172,13 @@ def _of_whole(subject: Any, variant: str) -> tuple[Launches, int]:
     from .session_plan import Case
 
     runs = full_size.Runs(subject)
-    node, sizes = (_ours, (1024,)) if variant == OURS else (session.node("core", "inductor"), (768, 1024))
+    node, sizes = (_compile_blocks, (1024,)) if variant == OURS else (session.node("core", "inductor"), (768, 1024))
     model = node(runs.model)
     with torch.inference_mode():
-        return last_size(lambda side: runs.run(model, Case(side, side), 1), sizes)
+        return record_last_size(lambda side: runs.run(model, Case(side, side), 1), sizes)
 
 
-def _ours(model: Any) -> Any:
+def _compile_blocks(model: Any) -> Any:
     """The ModelPatcher with its blocks compiled, for every size and without CUDA graphs."""
     from comfy_accel.accel.cache.graph_cache import GraphCache
     from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -187,7 +187,7 @@ def _ours(model: Any) -> Any:
     return accelerate(model, CompileSettings(), GraphCache(max_bytes=24 << 30), graphs=False)
 
 
-def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launches, int]:
+def record_last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launches, int]:
     """What a call at the last size launches, and its graph breaks; others are traced alone.
 
     Raises:
@@ -213,10 +213,10 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
             call(sizes[-1])
     if not launched:
         raise Problem("Nothing that was compiled ran.")
-    return Launches([_kernel(*launch) for launch in launched], externs.counts), breaks
+    return Launches([_read_kernel(*launch) for launch in launched], externs.counts), breaks
 
 
-def _cpu_seconds() -> float:
+def _read_cpu_seconds() -> float:
     """Processor time until now, with that of compilers that it has waited for."""
     return sum(os.times()[:4])
 
@@ -238,7 +238,7 @@ class Launches:
     externs: Counter
 
 
-def row(
+def make_row(
     model: str, block: str, variant: str, elements: int, launches: Launches, seconds: float | None = None
 ) -> report.Row:
     return {
@@ -252,21 +252,21 @@ def row(
     }
 
 
-def totals(rows: Sequence[report.Row]) -> list[report.Row]:
+def sum_up(rows: Sequence[report.Row]) -> list[report.Row]:
     """For each model: ours over static, weighted by elements; core over ours, and what a layer more launches."""
     answer = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         wholes = [row for row in own if row["block"].startswith(WHOLE)]
         of = {v: [row for row in own if row["variant"] == v and row not in wholes] for v in (OURS, STATIC)}
-        instructions, launches = (_one_more(wholes, name) for name in ("instructions_per_element", "launches"))
+        instructions, launches = (_subtract_layers(wholes, name) for name in ("instructions_per_element", "launches"))
         spent = {v: sum(row["instructions_per_element"] * row["elements"] for row in of[v]) for v in of}
         answer.append(
             {
                 "model": model,
                 "graphs": len(of[OURS]),
                 "ours / static": spent[OURS] / spent[STATIC],
-                "core / ours": _ratio(instructions[CORE], instructions[OURS]) if wholes else None,
+                "core / ours": _divide(instructions[CORE], instructions[OURS]) if wholes else None,
                 **{f"a layer's launches, {v}": count for v, count in launches.items()},
                 "software divisions": sum(row["software_divisions"] for row in of[OURS]),
                 "launches, ours": sum(row["launches"] for row in of[OURS]),
@@ -277,19 +277,19 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
     return answer
 
 
-def _ratio(one: float | None, other: float | None) -> float | str:
+def _divide(one: float | None, other: float | None) -> float | str:
     return "failed" if one is None or other is None else one / other
 
 
-def _one_more(rows: Sequence[report.Row], column: str) -> dict[str, float | None]:
+def _subtract_layers(rows: Sequence[report.Row], column: str) -> dict[str, float | None]:
     """What one more layer of each kind adds to a whole model, ours and core's; None where one has failed."""
     if not rows or any(row["elements"] is None for row in rows):
         return dict.fromkeys((OURS, CORE))
-    fewer, more = ({row["variant"]: row[column] for row in rows if row["block"] == _label(layers)} for layers in LAYERS)
+    fewer, more = ({row["variant"]: row[column] for row in rows if row["block"] == _name(layers)} for layers in LAYERS)
     return {variant: more[variant] - fewer[variant] for variant in (OURS, CORE)}
 
 
-def _launches(graph: Any, tensors: Sequence[Any]) -> Launches:
+def _record_launches(graph: Any, tensors: Sequence[Any]) -> Launches:
     """What the graph launches with these tensors."""
     import torch
 
@@ -298,7 +298,7 @@ def _launches(graph: Any, tensors: Sequence[Any]) -> Launches:
         launched.clear()
         with externs:
             graph.run(list(tensors))
-    return Launches([_kernel(autotuner, args) for autotuner, args in launched], externs.counts)
+    return Launches([_read_kernel(autotuner, args) for autotuner, args in launched], externs.counts)
 
 
 @contextmanager
@@ -326,14 +326,14 @@ def _recording() -> Iterator[tuple[list[tuple[Any, tuple]], Any]]:
         yield launched, Externs()
 
 
-def _kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
+def _read_kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
     names = [name for name, kind in autotuner.triton_meta["signature"].items() if kind != "constexpr"]
     sizes = dict(zip(names, args, strict=False))
-    of = [_counted(autotuner, result, args, sizes) for result in autotuner.compile_results]
+    of = [_count_instructions(autotuner, result, args, sizes) for result in autotuner.compile_results]
     return Kernel(autotuner.fn.__name__, *min(of))
 
 
-def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[int, int]:
+def _count_instructions(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[int, int]:
     """Instructions of all threads of a launch, and its divisions in software."""
     _, grid = autotuner._interpret_args_grid(tuple(args), result.config)
     threads = math.prod(grid) * 32 * result.config.num_warps
@@ -342,14 +342,14 @@ def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, 
         size = sizes.get(f"{name.removesuffix('_BLOCK').lower()}_numel")
         if name.startswith("R") and isinstance(size, int):
             trips *= math.ceil(size / block)
-    code = disassemble(_cubin(result))
+    code = disassemble(_read_cubin(result))
     loops = [(target, at) for at, op, target in code if op == "BRA" and target is not None and target < at]
     issued = sum(trips if any(first <= at <= last for first, last in loops) else 1 for at, _, _ in code)
     # A division begins with the divisor's reciprocal, rounded up.
     return issued * threads, sum(op.startswith("I2F") and op.endswith(".RP") for _, op, _ in code)
 
 
-def _cubin(result: Any) -> bytes:
+def _read_cubin(result: Any) -> bytes:
     """A kernel's binary; where torch's own launcher runs it, from Triton's cache."""
     if hasattr(result.kernel, "asm"):
         return result.kernel.asm["cubin"]
@@ -387,11 +387,11 @@ def disassemble(cubin: bytes) -> list[Instruction]:
     end = next((at for at, op, target in found if op == "BRA" and target == at), None)
     code = [item for item in found if item[1] != "NOP" and item[0] != end]
     for fork, target in forks:
-        code = _one_way(code, fork, target)
+        code = _keep_one_way(code, fork, target)
     return code
 
 
-def _one_way(code: list[Instruction], fork: int, target: int) -> list[Instruction]:
+def _keep_one_way(code: list[Instruction], fork: int, target: int) -> list[Instruction]:
     """The code with the shorter of two ways alone, where each of these reads or writes memory.
 
     Such are the ways for planes of a multiple of 16 elements, and for others; those measured are of the former.
@@ -408,7 +408,7 @@ def _one_way(code: list[Instruction], fork: int, target: int) -> list[Instructio
 
 
 @contextmanager
-def _fresh_kernels() -> Iterator[None]:
+def _compiling_afresh() -> Iterator[None]:
     """While it lasts, nothing is found that was compiled before."""
     import torch
     from torch._inductor.async_compile import CompiledTritonKernels

@@ -85,11 +85,8 @@ def measure(family: Any) -> list[report.Row]:
         each, comparing = overhead_parts.of_blocks(model, image, cache)
     parts = {"block": statistics.median(each), "code, each call": comparing, **calls}
     parts["step, compiled blocks"] = sum(each) + comparing + calls["APPLY_MODEL, ours"]
-    return [_row(family.name, part, us) for part, us in parts.items()]
-
-
-def _row(layout: str, part: str, us: float) -> report.Row:
-    return {"layout": layout, "part": part, "us": round(us, 2), "target_us": TARGETS.get(part)}
+    told = {part: {"us": round(us, 2), "target_us": TARGETS.get(part)} for part, us in parts.items()}
+    return [{"layout": family.name, "part": part, **figures} for part, figures in told.items()]
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> Iterator[rep
     import torch
 
     from . import full_size
-    from .compilations import counts
+    from .compilations import read_counts
 
     layout = Layout(name)
     if name in full_size.UNETS:  # core's UNets tell their blocks by class, so KJNodes' nodes compile them as a whole
@@ -172,12 +172,16 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> Iterator[rep
             time_of.apply = node(contender, time_of.backend)
             for case in cases:
                 for image, measured in ((1, layout.image), (2, layout.image), (2 + LATER, layout.least)):
-                    before = counts()
+                    before = read_counts()
                     taken = measured(case, time_of)
                     beside = {part: round(taken[part] - least[case][part], 2) for part in PARTS}
                     total = sum(beside.values()) + (STEPS - 2) * beside["step"]
                     row = {"layout": name, "case": case.name, "image": image, "contender": contender}
-                    row |= {"beside_ms": round(total, 2), **beside, "compiled": counts().since(before).graphs}
+                    row |= {
+                        "beside_ms": round(total, 2),
+                        **beside,
+                        "compiled": read_counts().since(before).graphs,
+                    }
                     report.tell(row, COLUMNS)
                     yield row
 

@@ -18,7 +18,7 @@ from dev.tools.comfyui import has_accelerator
 from dev.tools.inprocess import boot
 
 from . import child, report
-from .compilations import counts, fresh_folders
+from .compilations import fresh_folders, read_counts
 
 MODES = ("eager", "cold", "store", "torch_cache", "core")
 SMALL, FULL_DEPTH = ("unet", "dit", "tiny"), ("SD1.5", "SDXL", "Flux")
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
                     report.tell(row, COLUMNS)
     shown = [{**row, "relative_diff": report.scientific(row["relative_diff"])} for row in rows]
     print(f"\n{report.table(shown, COLUMNS)}\n\n{LEGEND}")
-    report.finish(options.json, rows, failure(rows))
+    report.finish(options.json, rows, find_failure(rows))
 
 
 def measure(model: str, mode: str, file: str) -> list[report.Row]:
@@ -83,14 +83,14 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
 
     expected = Path(file)
     torch.set_num_threads(1)  # Layers this small gain nothing from more.
-    family = _families()[model]
+    family = _list_families()[model]
     patcher = family.load(torch.float32)
     # Ours by the cache that saves its graphs, as in a server.
     apply = session.node(mode, "inductor") if mode in ("eager", "core") else lambda m: accelerate(m, CompileSettings())
     channels = patcher.get_model_object("latent_format").latent_channels
     prompts = family.conditioning(77, seed=1), family.conditioning(77, seed=2)
     rows = []
-    before, loaded = counts(), 0
+    before, loaded = read_counts(), 0
     for name in ("cold", "warm_process") if mode == "cold" else (mode,):
         started, cpu = time.perf_counter(), sum(os.times()[:4])
         with torch.inference_mode():
@@ -100,7 +100,7 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
         if mode == "eager":
             torch.save(image, expected)
         eager = torch.load(expected)
-        spent = counts().since(before)
+        spent = read_counts().since(before)
         rows.append(
             {
                 "model": family.name,
@@ -114,13 +114,13 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
                 "relative_diff": ((image - eager).abs().max() / eager.abs().max()).item(),
             }
         )
-        before, loaded = counts(), shared.statistics()["loaded"]
+        before, loaded = read_counts(), shared.statistics()["loaded"]
     if mode in ("store", "cold") and shared.store.statistics()["misses"]:
         print(shared.store.statistics()["misses"], file=sys.stderr)
     return rows
 
 
-def failure(rows: list[report.Row]) -> str | None:
+def find_failure(rows: list[report.Row]) -> str | None:
     """What makes the figures no result: a block that ran uncompiled, a compilation where there must be none."""
     for row in rows:
         what = f"{row['model']}, {row['mode']}"
@@ -138,7 +138,7 @@ def failure(rows: list[report.Row]) -> str | None:
     return None
 
 
-def _families():
+def _list_families():
     from kit import tiny_models
 
     from . import full_size

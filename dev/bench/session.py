@@ -16,8 +16,8 @@ from dev.tools.comfyui import has_accelerator, tree
 from dev.tools.inprocess import boot
 
 from . import child, report
-from .compilations import RecompileLimit, counts, empty_inductor_cache
-from .session_plan import SCALE, STEPS, TOLERANCE, TOTALS, Step, failure, latent_side, totals, with_waiting
+from .compilations import RecompileLimit, empty_inductor_cache, read_counts
+from .session_plan import SCALE, STEPS, TOLERANCE, TOTALS, Step, add_waiting, find_failure, latent_side, sum_up
 
 MODELS = ("SD1.5 UNet", "Flux DiT")
 CONTENDERS = ("ours", "core")
@@ -43,11 +43,11 @@ def main(arguments: list[str] | None = None) -> None:
             if options.json:
                 report.write(options.json, rows, tree())  # also of a run that is stopped
     print(f"\n{report.table([_readable(row) for row in rows], COLUMNS)}\n")
-    print(report.table(totals(rows, "graph_breaks", "waiting_s")))
+    print(report.table(sum_up(rows, "graph_breaks", "waiting_s")))
     print(f"relative_diff: from eager's image, of its largest value; tolerance {TOLERANCE[options.dtype]:.0e}.")
     print(TOTALS)
     print("waiting_s: by how much the images that compiled took longer than eager's.")
-    report.finish(options.json, rows, failure(rows))
+    report.finish(options.json, rows, find_failure(rows))
     if "ours" not in options.contenders:
         return
     print("Ours compiled in the first step of each model alone, broke no graph, and is within tolerance in every step.")
@@ -72,7 +72,7 @@ def measure(model: str, contender: str, dtype: str, quick: bool) -> list[report.
                 rows.append(session.row(step, images))
                 print(*_readable(rows[-1]).values(), sep="  ", file=sys.stderr, flush=True)
     _check_steps(model, images)
-    return with_waiting(rows)
+    return add_waiting(rows)
 
 
 class Session:
@@ -99,11 +99,11 @@ class Session:
         """The step's row, once its image is made. eager: images by step, which the contender eager fills."""
         if step.reload:
             self._load()
-        before = counts()
+        before = read_counts()
         started = time.perf_counter()
         image = self.image(step)
         seconds = time.perf_counter() - started
-        spent = counts().since(before)
+        spent = read_counts().since(before)
         if self._contender == "eager":
             eager[step.name] = image
         expected = eager[step.name]

@@ -94,7 +94,7 @@ def latent_side(pixels: int, scale: int = SCALE) -> int:
     return max(8, 8 * int((full / scale - remainder) / 8 + 0.5) + remainder)
 
 
-def with_waiting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def add_waiting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with `waiting_s`: by how many seconds an image that compiled took longer than eager's of that step."""
     eager = {(row["model"], row["step"]): row["first_image_s"] for row in rows if row["contender"] == "eager"}
 
@@ -112,7 +112,7 @@ first image, and of all; worst_stall_s: of the slowest image after the first. wo
 the image's largest value."""
 
 
-def totals(rows: Sequence[dict[str, Any]], *summed: str) -> list[dict[str, Any]]:
+def sum_up(rows: Sequence[dict[str, Any]], *summed: str) -> list[dict[str, Any]]:
     """A row per model and contender, as `TOTALS` says, with the sums of more columns."""
     table = []
     for model, contender in dict.fromkeys((row["model"], row["contender"]) for row in rows):
@@ -131,7 +131,7 @@ def totals(rows: Sequence[dict[str, Any]], *summed: str) -> list[dict[str, Any]]
     return table
 
 
-def failure(rows: Iterable[dict[str, Any]], first: str = STEPS[0].name) -> str | None:
+def find_failure(rows: Iterable[dict[str, Any]], first: str = STEPS[0].name) -> str | None:
     """What the promise "compiled once, and the same image" does not hold of in our rows, as one sentence; else None.
 
     first: the name of the session's first step.

@@ -132,5 +132,5 @@ def test_demo_makes_its_sheet_of_skipped_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "SHEET", {**demo.SHEET, "steps": 12})
     for process_wide in (f"{demo.__name__}.boot", "torch.set_num_threads", "torch.set_flush_denormal"):
         monkeypatch.setattr(process_wide, lambda *_, **__: None)
-    said = demo.balanced(tmp_path / "sheet.png")
+    said = demo.sample_balanced(tmp_path / "sheet.png")
     assert "of the work was skipped" in said and (tmp_path / "sheet.png").is_file()
