@@ -29,6 +29,7 @@ from dev.tools import command, pack
 from dev.tools.inprocess import boot
 
 from . import report
+from .session_plan import Case
 
 MODELS = ("SD1.5", "SDXL", "SD3", "Flux", "Flux.2", "Z-Image", "Qwen-Image", "Wan", "HunyuanVideo", "LTX 2")
 OURS, STATIC, CORE = "ours", "static", "core"
@@ -106,7 +107,6 @@ def measure(name: str) -> list[report.Row]:
     from comfy_accel.accel.core.fallbacks import fallbacks
 
     from . import full_size
-    from .session_plan import Case
 
     rows: list[report.Row] = []
     compile_block = block_compiler.compile_block
@@ -141,7 +141,6 @@ def measure(name: str) -> list[report.Row]:
 def measure_whole(name: str) -> list[report.Row]:
     """The rows of whole models with few layers: ours, and core's at its second size."""
     from . import full_size
-    from .session_plan import Case
 
     rows: list[report.Row] = []
     for variant, layers in itertools.product((OURS, CORE), LAYERS):
@@ -169,7 +168,6 @@ def _launch_whole(subject: Any, variant: str) -> tuple[Launches, int]:
     import torch
 
     from . import full_size, session
-    from .session_plan import Case
 
     runs = full_size.Runs(subject)
     node, sizes = (_compile_blocks, (1024,)) if variant == OURS else (session.node("core", "inductor"), (768, 1024))

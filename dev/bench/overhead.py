@@ -81,8 +81,8 @@ def measure(family: Any) -> list[report.Row]:
 
     cache = GraphCache()
     with torch.inference_mode():
-        calls = overhead_parts.of_calls(model, image, cache)
-        each, comparing = overhead_parts.of_blocks(model, image, cache)
+        calls = overhead_parts.time_calls(model, image, cache)
+        each, comparing = overhead_parts.time_blocks(model, image, cache)
     parts = {"block": statistics.median(each), "code, each call": comparing, **calls}
     parts["step, compiled blocks"] = sum(each) + comparing + calls["APPLY_MODEL, ours"]
     told = {part: {"us": round(us, 2), "target_us": TARGETS.get(part)} for part, us in parts.items()}

@@ -1,12 +1,19 @@
 """What a warm call of a block costs beside its graph, what our wrappers add to a call of the model, and what a replayed
-call costs before the device works and after.
+call costs before the device works and after. Import it after `pack.load`.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.cuda_graphs.pool import CapturePool
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate, block_layers
+from comfy_accel.accel.modules.substitution import Order, substituted
+from kit.captures import CpuCapturer
 
 REPETITIONS = 300
 
@@ -15,26 +22,21 @@ STABLE_AFTER = 6
 """Calls until nothing is compiled or captured any more; those after them are timed."""
 
 
-def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[list[float], float]:
+def time_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[list[float], float]:
     """Microseconds of each block's warm call, and of comparing the code that was read, once a call of the model."""
-    from comfy_accel.accel.core.compile_settings import CompileSettings
-    from comfy_accel.accel.dispatch.block_runner import BlockRunner
-    from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
-    from comfy_accel.accel.modules.substitution import Order, substituted
-
     layers = block_layers(model.model.diffusion_model, CompileSettings(backend="eager"), cache)
     runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
-    calls = _calls(runners, lambda: image(model))
-    with substituted(layers, Order.COMPILED), _idle(cache, calls):
+    calls = _record_calls(runners, lambda: image(model))
+    with substituted(layers, Order.COMPILED), _idling(cache, calls):
         each = [
-            least_us(within_a_pass(runners[block], block.forward), args, kwargs)
+            time_least(put_within_a_pass(runners[block], block.forward), args, kwargs)
             for block, (args, kwargs) in calls.items()
         ]
         block = next(iter(calls))
-        return each, least_us(runners[block].code.compare, (block, True))
+        return each, time_least(runners[block].code.compare, (block, True))
 
 
-def within_a_pass(runner: Any, forward: Callable) -> Callable:
+def put_within_a_pass(runner: Any, forward: Callable) -> Callable:
     """The block's forward, called as one of many in a call of the model: code was compared before the first."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +46,7 @@ def within_a_pass(runner: Any, forward: Callable) -> Callable:
     return call
 
 
-def least_us(function: Callable, args: tuple = (), kwargs: dict | None = None) -> float:
+def time_least(function: Callable, args: tuple = (), kwargs: dict | None = None) -> float:
     """Of a call: the least of 300, which other work on the machine can only add to."""
     kwargs = kwargs or {}
     clock = time.perf_counter
@@ -59,10 +61,8 @@ def least_us(function: Callable, args: tuple = (), kwargs: dict | None = None) -
     return 1e6 * (min(seconds) - min(empty))
 
 
-def _calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tuple, dict]]:
+def _record_calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tuple, dict]]:
     """The arguments with which each block is called, with the per-call dict as it is then."""
-    from comfy_accel.accel.modules.substitution import Order, substituted
-
     calls = {}
 
     def spy(block):
@@ -78,7 +78,7 @@ def _calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tuple, dict
 
 
 @contextmanager
-def _idle(cache: Any, calls: dict) -> Iterator[None]:
+def _idling(cache: Any, calls: dict) -> Iterator[None]:
     """While it lasts, compiled graphs do nothing; those of these calls are there."""
     for block, (args, kwargs) in calls.items():
         block.forward(*args, **kwargs)
@@ -93,55 +93,33 @@ def _idle(cache: Any, calls: dict) -> Iterator[None]:
             graph.run = run
 
 
-class IdleCapturer:
+class IdleCapturer(CpuCapturer):
     """Captures graphs that do nothing but note when they are replayed."""
 
     def __init__(self):
-        self.lock = threading.RLock()
+        super().__init__()
         self.replayed: list[tuple[float, float]] = []
 
-    def why_not(self, device):
-        return None
-
-    def timed(self, device, call):
-        return call(), lambda: True
-
-    def has_room(self, device):
-        return True
-
-    def warm_up(self, device, call):
-        return call()
-
     def capture(self, device, call):
-        return _IdleGraph(self), call()
-
-    def give_back(self):
-        pass
-
-    def reset(self):
-        pass
+        return _IdleGraph(self.replayed), call()
 
 
 class _IdleGraph:
     nbytes = 0
 
-    def __init__(self, capturer: IdleCapturer):
-        self._capturer = capturer
+    def __init__(self, replayed: list[tuple[float, float]]):
+        self._replayed = replayed
 
     def replay(self) -> None:
         began = time.perf_counter()
-        self._capturer.replayed.append((began, time.perf_counter()))
+        self._replayed.append((began, time.perf_counter()))
 
 
-def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[str, float]:
+def time_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[str, float]:
     """Microseconds of each of our wrappers around one call of a ModelPatcher's model or one run: the least of many.
 
     cache: gets the graphs of the model's blocks. image: samples with a model and a number of steps.
     """
-    from comfy.patcher_extension import WrappersMP
-    from comfy_accel.accel.core.compile_settings import CompileSettings
-    from comfy_accel.accel.cuda_graphs.pool import CapturePool
-    from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 
     capturer = IdleCapturer()
     cache.captures = CapturePool(capturer)
