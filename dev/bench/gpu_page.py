@@ -81,7 +81,7 @@ LEGEND = """\
   first of them starts cold. Ours are without `check_gain`, which Speed Up has."""
 
 
-def forty_sizes() -> list[Case]:
+def list_forty_sizes() -> list[Case]:
     """Forty different sizes of 512 to 1024 pixels a side, multiples of 8, large and small ones alternating."""
     sides = list(range(512, 1025, 8))
     # 38 and 24 share no factor with the 65 sides, so each is visited once, far from the previous one.
@@ -103,7 +103,7 @@ def find_failures(rows: Iterable[Row]) -> list[str]:
     """A sentence for each output that is not eager's within tolerance, and for each contender that failed."""
     found = []
     for row in rows:
-        where = f"{row['model']}, {_place(row)}{_label(row)}"
+        where = f"{row['model']}, {_name_place(row)}{_label(row)}"
         if "failed" in row:
             found.append(f"{where}: {row['failed']}")
         elif _is_compared(row) and not row["answer_diff"] <= row["tolerance"]:
@@ -128,17 +128,17 @@ def write_page(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     if compared:
         worst = max(compared, key=lambda row: row["answer_diff"])
         lines += ["", f"{len(compared)} outputs were compared with eager's, the worst is off by "]
-        lines[-1] += f"{worst['answer_diff']:.1e} ({worst['model']}, {_place(worst)}{_label(worst)})."
+        lines[-1] += f"{worst['answer_diff']:.1e} ({worst['model']}, {_name_place(worst)}{_label(worst)})."
     left_out = [tell(row) for row in rows if "why" in row]
     reasons = dict.fromkeys(f"{row['model']}: {reason}" for row in rows for reason in row.get("reasons", ()))
-    lines += _list("What failed", find_failures(rows))
+    lines += _write_section("What failed", find_failures(rows))
     for model in dict.fromkeys(row["model"] for row in rows):
         lines += ["", f"## {model}"]
         for part, (title, columns) in TABLES.items():
             own = [row for row in rows if (row["model"], row["part"]) == (model, part) and _is_shown(row)]
             own.sort(key=lambda row: (row.get("number", 0), row["size"], row.get("batch", 1), row["flags"]))
-            lines += ["", f"### {title}", "", _table(own, columns)] if own else []
-    lines += [*_list("Left out", left_out), *_list("Why calls or blocks ran as they are", reasons)]
+            lines += ["", f"### {title}", "", _write_table(own, columns)] if own else []
+    lines += [*_write_section("Left out", left_out), *_write_section("Why calls or blocks ran as they are", reasons)]
     return "\n".join([*lines, "", "## How to read this", "", LEGEND, ""])
 
 
@@ -164,14 +164,14 @@ def _is_compared(row: Row) -> bool:
     return row.get("answer_diff") is not None and row.get("tolerance") is not None
 
 
-def _place(row: Row) -> str:
+def _name_place(row: Row) -> str:
     """Where in its part: the case, the size or the start."""
     if row["part"] == "cold":
         return f"{row['start']} start, "
     return f"size {row['number']} of 40, " if "number" in row else f"{row['size']} batch {row['batch']}, "
 
 
-def _list(title: str, sentences: Iterable[str]) -> list[str]:
+def _write_section(title: str, sentences: Iterable[str]) -> list[str]:
     """A section of the page; none without a sentence."""
     lines = [f"- {sentence}" for sentence in sentences]
     return ["", f"## {title}", "", *lines] if lines else []
@@ -181,7 +181,7 @@ def _label(row: Row) -> str:
     return CONTENDERS[row["contender"]].label
 
 
-def _ran_as(row: Row) -> str:
+def _tell_run(row: Row) -> str:
     notes = [row["ran_as"]] if row["ran_as"] != _label(row) else []
     if row["gave_up"]:
         notes.append("recompile limit reached, eager from there")
@@ -202,7 +202,7 @@ TABLES: dict[str, tuple[str, dict[str, str | Callable[[Row], Any]]]] = {
             **{"host ms": "host_ms", "device ms": "device_ms"},
             "of peak": lambda row: None if row["share_of_matrix"] is None else f"{row['share_of_matrix']:.1%}",
             **{"first image s": "first_image_s", "compiled": "compilations", "peak MB": "peak_mb"},
-            **{"graphs MB": "graphs_mb", "difference": lambda row: f"{row['answer_diff']:.1e}", "ran as": _ran_as},
+            **{"graphs MB": "graphs_mb", "difference": lambda row: f"{row['answer_diff']:.1e}", "ran as": _tell_run},
         },
     ),
     "profile": (
@@ -237,7 +237,7 @@ def _is_shown(row: Row) -> bool:
     return row.get("share", 1) >= KERNEL_SHARE and row.get("number", 1) in (1, 2, 5, 10, 20, 30, 40)
 
 
-def _table(rows: Sequence[Row], columns: Mapping[str, str | Callable[[Row], Any]]) -> str:
+def _write_table(rows: Sequence[Row], columns: Mapping[str, str | Callable[[Row], Any]]) -> str:
     """A Markdown table, without columns that are empty."""
     shown = [{name: pick(row) if callable(pick) else row.get(pick) for name, pick in columns.items()} for row in rows]
     return markdown(shown, [name for name in columns if any(row[name] not in (None, "") for row in shown)])

@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .compilations import RecompileLimit, compiling_into, read_counts, seconds_heard
 from .full_size import FULL, Run, Runs, make_small, wait_for
-from .gpu_page import CAPTURED, CONTENDERS, CORE, EAGER, forty_sizes
+from .gpu_page import CAPTURED, CONTENDERS, CORE, EAGER, list_forty_sizes
 from .report import Row
 from .session import node
 from .session_plan import TOLERANCE, Case
@@ -137,10 +137,10 @@ class Lineup:
         pools = filter(None, (self.cache.captures, self.blocks_cache.captures))
         return private + sum(member.buffer_bytes for pool in pools for member in pool.members)
 
-    def count_graph_bytes(self, name: str) -> int | None:
-        """Memory that captured calls hold; None for a contender that captures none."""
+    def count_graph_mb(self, name: str) -> float | None:
+        """Memory that captured calls hold, MB; None for a contender that captures none."""
         pool = self._find_cache(name).captures
-        return None if pool is None or not CONTENDERS[name].has_graphs else pool.nbytes
+        return None if pool is None or not CONTENDERS[name].has_graphs else _to_mb(pool.nbytes)
 
     def _find_cache(self, name: str) -> GraphCache:
         return self.cache if name == CAPTURED else self.blocks_cache
@@ -171,9 +171,9 @@ class Turns:
 class Parts:
     """One model's parts: each method named after a part yields its rows, or rows that say what was left out.
 
-    A contender that fails is out, with a row that says why; the others go on. cases, contenders: to measure. fits:
-    whether something of so many seconds still has time. work: a folder for compiled files. matrix_tflops: as
-    `describe` measured. capturer: instead of CUDA's.
+    A contender that fails is out, with a row that says why; the others go on. fits: whether something that takes so
+    many seconds still has time. work: a folder for compiled files. matrix_tflops: as `describe` measured. capturer:
+    instead of CUDA's.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Parts:
         except Exception as error:
             failed = one_line(error)
         self.free()  # the error held it
-        yield {**self._about(part, EAGER, self._cases[0]), "failed": failed}
+        yield {**self._name_place(part, EAGER, self._cases[0]), "failed": failed}
 
     def steps(self) -> Iterator[Row]:
         """Seconds a step and the output of every contender at each case, in turns with eager, which comes first.
@@ -226,7 +226,7 @@ class Parts:
                 fits = self._fits(self._seconds.get(name, 0))
                 if not fits or (name != EAGER and expected is None):
                     why = "eager has no image of it" if fits else "no time left"
-                    yield {**self._about("steps", name, case), "why": why}
+                    yield {**self._name_place("steps", name, case), "why": why}
                     continue
                 began = time.monotonic()
                 row, run, starts = self._warm_up(case, name, expected)
@@ -242,7 +242,7 @@ class Parts:
 
     def _warm_up(self, case: Case, name: str, expected: Run | None) -> tuple[Row, Run | None, list[Row]]:
         """The contender's row so far, a warm run of it (None where it failed), and rows of a cold start."""
-        row = {**self._about("steps", name, case), "frames": self._subject.frames, "dtype": self._subject.dtype}
+        row = {**self._name_place("steps", name, case), "frames": self._subject.frames, "dtype": self._subject.dtype}
         try:
             with seconds_heard() as heard, self._lineup.running(name) as spent:
                 self._forget_peak()
@@ -267,7 +267,7 @@ class Parts:
         self._begun.add(name)
         cold, warm = (
             {
-                **self._about("cold", name, case),
+                **self._name_place("cold", name, case),
                 **{"start": start, "first_image_s": round(seconds, 3), "peak_mb": peak_mb},
                 **{**compared, **counted, "ran_as": _say_what_ran(name, counted["replays"], SAMPLED)},
             }
@@ -316,8 +316,8 @@ class Parts:
         turns.replays += spent["replays"]
         turns.expected_calls += steps
         # Captured calls stay in memory whoever runs, also eagerly.
-        peak_mb, graphs = self._read_peak_mb(self._lineup.count_kept_bytes()), self._lineup.count_graph_bytes(name)
-        turns.row = {**_sum(turns.row, spent), "peak_mb": peak_mb, "graphs_mb": None if graphs is None else _mb(graphs)}
+        peak_mb, graphs_mb = self._read_peak_mb(self._lineup.count_kept_bytes()), self._lineup.count_graph_mb(name)
+        turns.row = {**_sum(turns.row, spent), "peak_mb": peak_mb, "graphs_mb": graphs_mb}
         if CONTENDERS[name].skips:
             told = records.deep_cache()
             turns.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps, "image_s": run.seconds}
@@ -329,7 +329,7 @@ class Parts:
         """
         case = self._cases[0]
         for name in (name for name in self._names if not CONTENDERS[name].skips):
-            place = self._about("profile", name, case)
+            place = self._name_place("profile", name, case)
             if not self._fits(0):
                 yield {**place, "why": "no time left"}
                 continue
@@ -363,8 +363,8 @@ class Parts:
         cache.set_budget(max_bytes=FORTY_BYTES)
         evictions = cache.statistics()["evictions"]
         try:
-            for number, case in enumerate(forty_sizes(), 1):
-                row = {**self._about("sizes40", CAPTURED, case), "number": number}
+            for number, case in enumerate(list_forty_sizes(), 1):
+                row = {**self._name_place("sizes40", CAPTURED, case), "number": number}
                 if not self._fits(0):
                     yield {**row, "why": "no time left"}
                     return
@@ -379,9 +379,9 @@ class Parts:
                 yield {
                     **row,
                     "image_s": round(run.seconds, 3),
-                    "cache_mb": _mb(known["bytes"]),
+                    "cache_mb": _to_mb(known["bytes"]),
                     "budget_mb": FORTY_BYTES >> 20,
-                    "graphs_mb": _mb(self._lineup.count_graph_bytes(CAPTURED) or 0),
+                    "graphs_mb": self._lineup.count_graph_mb(CAPTURED),
                     "held_mb": round(held / 2**20),
                     "evictions": known["evictions"] - evictions,
                     # Replays begin with the fifth call of a kind, and a run of a known size has nothing else.
@@ -399,7 +399,7 @@ class Parts:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _about(self, part: str, contender: str, case: Case) -> Row:
+    def _name_place(self, part: str, contender: str, case: Case) -> Row:
         place = {"part": part, "model": self._model, "flags": self._flags, "size": case.size, "batch": case.batch}
         return {**place, "contender": contender}
 
@@ -496,5 +496,5 @@ def _find_least(milliseconds: Iterable[float | None]) -> float | None:
     return min((round(value, 3) for value in milliseconds if value is not None), default=None)
 
 
-def _mb(number: int) -> float:
+def _to_mb(number: int) -> float:
     return round(number / 2**20, 1)
