@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.cache.graph_cache import shared
 from ..accel.core.sentences import counted
-from ..accel.hosts.comfyui.models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, Limit, parse_runs, warm_up
+from ..accel.hosts.comfyui.models.warm_up import parse_numbers, parse_sizes, warm_up
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 
@@ -46,8 +46,6 @@ class AccelWarmUpGraphs(io.ComfyNode):
                     io.String,
                     "batches",
                     default="1",
-                    min=Limit("1"),
-                    max=Limit(LARGEST_BATCH),
                     tooltip="Batch sizes, with commas between them: 1, 4.",
                 ),
                 make_input(
@@ -56,8 +54,6 @@ class AccelWarmUpGraphs(io.ComfyNode):
                     default="",
                     optional=True,
                     advanced=True,
-                    min=Limit("1"),
-                    max=Limit(LONGEST_PROMPT),
                     tooltip="Prompt lengths in tokens: 77, 154. Empty takes the length of the prompt given.",
                 ),
             ],
@@ -68,10 +64,10 @@ class AccelWarmUpGraphs(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, sizes=None) -> bool | str:
-        # ComfyUI marks every input that this is given; of the others it compares the numbers itself.
+    def validate_inputs(cls, sizes=None, batches=None, prompt_lengths=None) -> bool | str:
         try:
-            if sizes is not None and not parse_runs(sizes, "1", "")[0]:  # None is linked
+            parsed = _parse_runs(sizes or "", batches or "", prompt_lengths or "")
+            if sizes is not None and not parsed[0]:  # None is linked
                 return "Give at least one size: width x height in pixels, as in 1024x1024."
         except ValueError as error:
             return str(error)
@@ -80,7 +76,12 @@ class AccelWarmUpGraphs(io.ComfyNode):
     @classmethod
     def execute(cls, model, conditioning, sizes, batches, prompt_lengths="") -> io.NodeOutput:
         before = shared.statistics()["compilations"]
-        runs, seconds = warm_up(model, conditioning, *parse_runs(sizes, batches, prompt_lengths))
+        runs, seconds = warm_up(model, conditioning, *_parse_runs(sizes, batches, prompt_lengths))
         compiled = shared.statistics()["compilations"] - before
         text = f"{counted(runs, 'run')} in {seconds:.1f} s, {counted(compiled, 'graph')} compiled."
         return io.NodeOutput(model, text)
+
+
+def _parse_runs(sizes: str, batches: str, prompt_lengths: str) -> tuple:
+    """The three lists, from text. Raises ValueError: one is invalid."""
+    return parse_sizes(sizes), parse_numbers(batches, "batches"), parse_numbers(prompt_lengths, "prompt lengths")

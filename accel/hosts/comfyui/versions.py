@@ -58,10 +58,7 @@ def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
     """
     known = inspect.signature(kind.Input.__init__).parameters
     made = _ListedCombo if kind is io.Combo and "advanced" not in known else kind.Input
-    declared = made(input_id, **{name: value for name, value in options.items() if name in known})
-    if kind is io.String:  # core checks these for every kind, and declares them for numbers alone
-        declared.extra_dict = {name: options[name] for name in ("min", "max") if name in options}
-    return declared
+    return made(input_id, **{name: value for name, value in options.items() if name in known})
 
 
 def latent_scale(latent_format: Any) -> int:

@@ -17,51 +17,9 @@ from ....sizing.resolution import Size
 from ..sizes.model_sizes import latent_layout
 from .options import WARMS_UP, is_captured
 
-MOST = 1000
-"""Runs allowed in one warm-up; a typing error must not occupy the machine for hours."""
-
-LARGEST_RUN, MOST_PIXELS = 64 << 20, 1 << 30
-"""Pixels of one run's images, and of all runs'. The largest run is 64 images of 1024 x 1024, or one of 8192 x 8192."""
-
-LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
-"""Images, and tokens, of one run."""
-
 _STEPS_TO_CAPTURE = 12
 """At most eight calls that compile graphs and compare them with their blocks, then the warm-up, the dry run and the
 capture of the call."""
-
-
-def parse_runs(sizes: str, batches: str, prompt_lengths: str) -> tuple[list[Size], list[int], list[int]]:
-    """The node's three lists, from text.
-
-    Raises ValueError: one is invalid, or all combinations are more than `check_amount` allows.
-    """
-    parsed = (
-        parse_sizes(sizes),
-        parse_numbers(batches, "batches", LARGEST_BATCH),
-        parse_numbers(prompt_lengths, "prompt lengths", LONGEST_PROMPT),
-    )
-    check_amount(*parsed)
-    return parsed
-
-
-def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()) -> None:
-    """Raises ValueError, with the limit, if all combinations of these are too many or too large."""
-    runs = len(sizes) * len(batches) * max(1, len(prompt_lengths))
-    if runs > MOST:
-        raise ValueError(f"{runs} runs are too many: at most {MOST} are allowed at once.")
-    pixels = [size.pixels * batch for size in sizes for batch in batches]
-    if max(pixels, default=0) > LARGEST_RUN:
-        raise ValueError(
-            f"The largest run would have {_mega(max(pixels))} megapixels (width x height x batch): "
-            f"at most {_mega(LARGEST_RUN)} are possible."
-        )
-    total = sum(pixels) * max(1, len(prompt_lengths))
-    if total > MOST_PIXELS:
-        raise ValueError(
-            f"All runs together would have {_mega(total)} megapixels (width x height x batch): "
-            f"at most {_mega(MOST_PIXELS)} are possible at once."
-        )
 
 
 def warm_up(
@@ -74,9 +32,8 @@ def warm_up(
 
     Returns the number of runs and the seconds they took. The images are discarded.
 
-    Raises ValueError: nothing to run, or more than `check_amount` allows.
+    Raises ValueError: nothing to run.
     """
-    check_amount(sizes, batches, prompt_lengths)
     runs = [(size, batch, length) for size in sizes for batch in batches for length in prompt_lengths or (None,)]
     if not runs:
         raise ValueError("Nothing to run: give at least one size and one batch.")
@@ -112,11 +69,6 @@ def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
     return [fitted(text), extra]
 
 
-def _mega(pixels: int) -> str:
-    """In units of 1024 x 1024, rounded up, so that a refused size never reads like the limit."""
-    return str(-(-pixels // (1 << 20)))
-
-
 def parse_sizes(text: str) -> list[Size]:
     """Sizes in pixels from text such as "1024x1024, 720x960".
 
@@ -131,31 +83,17 @@ def parse_sizes(text: str) -> list[Size]:
     return sizes
 
 
-def parse_numbers(text: str, name: str, largest: int) -> list[int]:
+def parse_numbers(text: str, name: str) -> list[int]:
     """Whole numbers from text such as "1, 2, 4".
 
-    Raises ValueError: a part is not a number from 1 to `largest`.
+    Raises ValueError: a part is not a number from 1 on.
     """
     numbers = []
     for part in _parts(text):
-        if not part.isdecimal() or not 1 <= int(part) <= largest:
-            raise ValueError(f"{part!r} is not valid for {name}: write whole numbers from 1 to {largest}, as in 1, 4.")
+        if not part.isdecimal() or not int(part):
+            raise ValueError(f"{part!r} is not valid for {name}: write whole numbers from 1 on, as in 1, 4.")
         numbers.append(int(part))
     return numbers
-
-
-class Limit(str):
-    """The least or largest number allowed in a text such as "1, 2, 4", as an input's `min` or `max`.
-
-    Core compares a value with these before the run and marks that input alone, where what `validate_inputs` refuses
-    marks all that it is given. A text with anything but numbers is below any limit.
-    """
-
-    def __gt__(self, text: str) -> bool:
-        return not all(part.isdecimal() and int(part) >= int(self) for part in _parts(text))
-
-    def __lt__(self, text: str) -> bool:
-        return any(part.isdecimal() and int(part) > int(self) for part in _parts(text))
 
 
 def _parts(text: str) -> list[str]:
