@@ -41,7 +41,6 @@ pytestmark = [
 ]
 
 STEPS = 20
-NAMED_OFF = graphs("named_off", "off", variable="ACCEL_CUDA_GRAPHS")
 
 RECORD = """
 () => {
@@ -335,11 +334,10 @@ def test_the_panel_says_what_the_server_answers_and_no_more(page, name):
     [
         (OFF, "as with --disable-cuda-malloc", {"Turn on CUDA graphs": "on", "No, thanks": "off"}),
         ({**OFF, "choice": "off"}, "turn them on here", {"Turn on CUDA graphs": "on"}),
-        ({**NAMED_OFF, "by_environment": True}, "turned off by ACCEL_CUDA_GRAPHS", {}),
-        (graphs("turned_on", "on"), "turned on: restart ComfyUI", {"Turn off CUDA graphs": "off"}),
-        (graphs("turned_off", "off"), "turned off: restart ComfyUI", {"Turn on CUDA graphs": "on"}),
+        ({**OFF, "choice": "off", "by_environment": True}, "ACCEL_CUDA_GRAPHS=on", {}),
+        (graphs("restart", "on"), "changed: restart ComfyUI", {"Turn off CUDA graphs": "off"}),
         (graphs("on", "on"), "torch uses its own allocator", {"Turn off CUDA graphs": "off"}),
-        (graphs("flag", "on"), "started with --cuda-malloc", {"Turn off CUDA graphs": "off"}),
+        (graphs("blocked", "on"), "has chosen another allocator", {"Turn off CUDA graphs": "off"}),
         (graphs("given"), None, {}),
         (graphs("nowhere"), None, {}),
         (None, None, {}),

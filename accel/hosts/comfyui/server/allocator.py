@@ -23,14 +23,6 @@ VARIABLE = "ACCEL_CUDA_GRAPHS"
 """Set to "on" or "off", or a word for these, it counts in place of the setting; `prestartup_script.py` has them too."""
 _CHOICES = {**dict.fromkeys((ON, "1", "true", "yes"), ON), **dict.fromkeys((OFF, "0", "false", "no"), OFF)}
 
-_INSTEAD = {
-    "flag": Reason("graphs_flag"),
-    "configuration": Reason("graphs_configuration"),
-    "torch_loaded": Reason("graphs_torch_loaded"),
-    "failed": Reason("graphs_failed"),
-}
-"""By what `prestartup_script.py` says of an allocator that it left alone."""
-
 
 def named() -> str | None:
     """The choice in the environment: ON, OFF, or None."""
@@ -44,17 +36,15 @@ def state() -> Reason:
         return Reason("graphs_nowhere")
     is_wanted = _wanted() == ON
     if args is None:  # not in ComfyUI's process
-        return Reason("graphs_kept_on") if is_wanted else Reason("graphs_unknown")
+        return Reason("graphs_unknown")
     script_said = getattr(args, "accel_allocator", None)
     if torch.cuda.get_allocator_backend() == "native":
         if script_said != "native":
             return Reason("graphs_given")
-        return Reason("graphs_on") if is_wanted else Reason("graphs_turned_off")
-    if script_said in _INSTEAD:
-        return _INSTEAD[script_said]
-    if is_wanted:
-        return Reason("graphs_turned_on")
-    return Reason("graphs_off") if named() is None else Reason("graphs_named_off", variable=VARIABLE)
+        return Reason("graphs_on") if is_wanted else Reason("graphs_restart")
+    if script_said is not None:
+        return Reason("graphs_blocked")
+    return Reason("graphs_restart") if is_wanted else Reason("graphs_off")
 
 
 def is_offered() -> bool:
