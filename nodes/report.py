@@ -2,12 +2,12 @@
 
 from comfy_api.latest import io, ui
 
-from ..accel.hosts.comfyui.server import report
+from ..accel.hosts.comfyui.server.report import write_report
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 
 class AccelReport(io.ComfyNode):
-    """What was accelerated, skipped and saved, and what to change if nothing was, as text and as a chart."""
+    """What was accelerated, skipped and saved, and what to change if nothing was."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -47,10 +47,7 @@ class AccelReport(io.ComfyNode):
                 ),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
-            outputs=[
-                io.String.Output(display_name="report", tooltip="The report, as text."),
-                io.Image.Output(display_name="chart", tooltip="The report, as a picture."),
-            ],
+            outputs=[io.String.Output(display_name="report", tooltip="The report, as text.")],
         )
 
     @classmethod
@@ -59,6 +56,5 @@ class AccelReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, anything=None, image=None, reference=None) -> io.NodeOutput:
-        text, chart = report.make(image, reference, cls.hidden.prompt if cls.hidden else None)
-        shown = {**ui.PreviewText(text).as_dict(), **ui.PreviewImage(chart, cls=cls).as_dict()}
-        return io.NodeOutput(text, chart, ui=shown)
+        text = write_report(image, reference, cls.hidden.prompt if cls.hidden else None)
+        return io.NodeOutput(text, ui=ui.PreviewText(text))

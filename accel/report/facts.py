@@ -1,4 +1,4 @@
-"""What there is to say of a run, once: the report, its picture, the nodes' lines and the log show these facts. Pure."""
+"""What there is to say of a run, once: the report, the nodes' lines and the log show these facts. Pure."""
 
 from __future__ import annotations
 
@@ -19,25 +19,16 @@ _MOST_BLOCKS = 3
 _LONGEST_TIMELINE = 100
 
 
-class Part(NamedTuple):
-    """A part of a bar, its length in any unit. is_gone: it was saved, or is not in use."""
-
-    length: float
-    name: str
-    is_gone: bool = False
-
-
 class Fact(NamedTuple):
     """Something to say.
 
     sentence: with lines of details, indented, after it. line: the same for a node, in parts of a few words.
-    why: what kept the run from gaining more, which a host may have advice on. bar: what a picture shows of it.
+    why: what kept the run from gaining more, which a host may have advice on.
     """
 
     sentence: str
     line: Sequence[Reason] = ()
     why: Reason | str | None = None
-    bar: Sequence[Part] = ()
 
 
 def facts_of(run: Run, node: str | None = None) -> list[Fact]:
@@ -45,7 +36,7 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
     both = run.compiling, run.caching
     compiles, skips = (bool(settings) and node in (None, settings.get("node")) for settings in both)
     account = run.account(node)
-    facts = [_image(run), _gain(run, account)]
+    facts = [_image(run), _gain(account)]
     if run.loaded_share is not None and run.loaded_share < 0.98:
         fits = (
             f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, "
@@ -99,20 +90,14 @@ def _image(run: Run) -> Fact:
     return Fact(f"Last image: {what}: {rounded(run.seconds)} s{end}.", line)
 
 
-def _gain(run: Run, account: Account) -> Fact:
-    saved, paid, how = account.saved, run.paid_seconds, " ".join(map(str, account.how))
-    rest = max(run.seconds - paid, 0.0)
-    bar = [
-        Part(rest, f"sampling {rounded(rest)} s"),
-        Part(paid, f"making graphs {rounded(paid)} s"),
-        Part(max(saved or 0.0, 0.0), f"saved {rounded(saved or 0.0)} s", is_gone=True),
-    ]
-    if saved is None:
-        return Fact(f"Gain: not known. {how}", bar=bar)
+def _gain(account: Account) -> Fact:
+    how = " ".join(map(str, account.how))
+    if account.saved is None:
+        return Fact(f"Gain: not known. {how}")
     said = f"Gain: {', '.join(map(str, (*account.gain(), *account.later())))}."
     if account.paid >= LEAST_SAVED:
         said += f"\n  Making and comparing graphs took {rounded(account.paid)} s of this image, and is counted."
-    return Fact(f"{said}\n  How this is known: {how}", account.gain(), bar=bar)
+    return Fact(f"{said}\n  How this is known: {how}", account.gain())
 
 
 def _compiling(run: Run, account: Account) -> Fact:
@@ -131,10 +116,8 @@ def _compiling(run: Run, account: Account) -> Fact:
     lines += [f"It {how} {counted(number, what)} in {rounded(took)} s." for how, number, what, took in made if number]
     if totals.model_calls:
         lines.append(f"{totals.replays} of {counted(totals.model_calls, 'model call')} replayed a CUDA graph.")
-    bar = [Part(totals.compiled_calls, f"{word} {totals.compiled_calls}")]
-    bar.append(Part(totals.eager_calls, f"uncompiled {totals.eager_calls}"))
     why = Reason("line_traced") if run.is_traced and totals.compiled_calls else None
-    return Fact("\n  ".join(lines), [*_compiled_line(run, account), *_uncompiled_line(run)], why, bar)
+    return Fact("\n  ".join(lines), [*_compiled_line(run, account), *_uncompiled_line(run)], why)
 
 
 def _compiled_line(run: Run, account: Account) -> list[Reason]:
@@ -183,8 +166,7 @@ def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
         line = Reason("line_quality", asked=f"{skipping.target_db:g}", share=share)
         skipped += f", {share} of the work, as planned for {skipping.target_db:g} dB"
     shown = letters if number <= _LONGEST_TIMELINE else f"{letters[:_LONGEST_TIMELINE]}..."
-    bar = [Part(1, "skipped", is_gone=True) if letter == SKIPPED else Part(1, "full") for letter in letters]
-    return Fact(f"{skipped}.\n  {shown}   ({FULL} full, {SKIPPED} skipped)", [line], bar=bar)
+    return Fact(f"{skipped}.\n  {shown}   ({FULL} full, {SKIPPED} skipped)", [line])
 
 
 def _uncompiled(run: Run) -> list[Fact]:
@@ -200,16 +182,15 @@ def _uncompiled(run: Run) -> list[Fact]:
 
 def cache_fact(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> Fact:
     """How full the cache is, and what it did since the start. cache, store: what `statistics` gives."""
-    used, limit = cache["bytes"], cache["max_bytes"]
+    memory = f"{megabytes(cache['bytes'])} of {megabytes(cache['max_bytes'])}"
     totals = f"{cache['compilations']} compiled in {rounded(cache['seconds'])} s, {cache['loaded']} loaded"
     lines = [
-        f"Graph cache: {counted(cache['graphs'], 'graph')}, {megabytes(used)} of {megabytes(limit)}.",
+        f"Graph cache: {counted(cache['graphs'], 'graph')}, {memory}.",
         f"Since the start: {totals}, used {counted(cache['hits'], 'time')}, {cache['evictions']} dropped.",
     ]
     if store is not None:
         lines.append(f"On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")
-    bar = [Part(used, "in use"), Part(max(limit - used, 0), "free", is_gone=True)]
-    return Fact("\n  ".join(lines), bar=bar)
+    return Fact("\n  ".join(lines))
 
 
 def megabytes(value: int) -> str:

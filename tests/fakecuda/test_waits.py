@@ -49,7 +49,7 @@ def levels_are_known(monkeypatch):
 def look():
     """What the panel and the node Report read."""
     panel.state()
-    report.text()
+    report.write_report()
 
 
 def sample(model, steps, side=16):

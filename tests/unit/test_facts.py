@@ -1,4 +1,4 @@
-"""What is said of a run: facts for the report and its picture, and the lines on nodes."""
+"""What is said of a run: facts for the report, and the lines on nodes."""
 
 import dataclasses
 import json
@@ -7,12 +7,10 @@ import pytest
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.sentences import LOADED_IN_PART
 from comfy_accel.accel.hosts.comfyui.words import advice, advised
-from comfy_accel.accel.report import chart
 from comfy_accel.accel.report.account import Saving, by_compiling, rounded
-from comfy_accel.accel.report.facts import Fact, cache_fact, facts_of, line_of, skipping_fact
+from comfy_accel.accel.report.facts import cache_fact, facts_of, line_of, skipping_fact
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
-from kit.blocks import in_new_process
 from kit.run_facts import run_of
 
 CACHE = {
@@ -324,40 +322,3 @@ def test_an_interrupt_in_the_second_pass_counts_the_steps_of_both():
 def test_run_that_an_error_ended_has_no_line_and_one_without_a_gain_says_why():
     assert line(failed=True, by_compiling=saved(2.1)) == ""
     assert line(by_compiling=Saving(None, Reason("compiling_unmeasured"))) == str(Reason("compiling_unmeasured"))
-
-
-# The picture
-
-
-def colours(picture):
-    return {colour for _, colour in picture.getcolors(1 << 20)}
-
-
-def rgb(colour):
-    return tuple(bytes.fromhex(colour[1:]))
-
-
-def test_chart_shows_time_calls_steps_and_budget():
-    picture = chart.draw([*facts_of(RUN), cache_fact(CACHE, None)])
-    assert picture.mode == "RGB" and picture.width == 512 and 300 < picture.height < 600
-    assert {rgb(chart.BLUE), rgb(chart.ORANGE)} <= colours(picture)
-
-
-def test_widths_of_the_time_bar_are_its_shares():
-    picture = chart.draw(facts_of(RUN)[:2])
-    rows = [[picture.getpixel((x, y)) for x in range(picture.width)] for y in range(picture.height)]
-    # 6.1 s of sampling, 1.9 s of making graphs, 2 s saved, on 480 pixels.
-    assert abs(max(row.count(rgb(chart.ORANGE)) for row in rows) - 480 * 1.9 / 10) <= 2
-    assert abs(max(row.count(rgb(chart.BLUE)) for row in rows) - 480 * 6.1 / 10) <= 2
-
-
-def test_chart_of_nothing_and_of_long_names_is_drawn():
-    assert chart.draw([Fact("Nothing.")]).height < chart.draw(facts_of(RUN)).height
-    wide = run_of(model="A" * 400, latent=tuple(range(1, 7)), seconds=0.0, steps_taken="FS" * 400, caching=CACHING)
-    empty = {**CACHE, "bytes": 0, "max_bytes": 0}
-    assert chart.draw([*facts_of(wide), cache_fact(empty, None)]).width == 512
-
-
-def test_importing_the_chart_loads_no_pillow():
-    code = "import comfy_accel.accel.report.chart; print('PIL' in sys.modules, 'matplotlib' in sys.modules)"
-    assert in_new_process(code).split() == ["False", "False"]

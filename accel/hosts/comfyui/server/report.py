@@ -9,7 +9,6 @@ import torch
 
 from ....cache.graph_cache import shared
 from ....core.sentences import OF_THE_MACHINE
-from ....report import chart as report_chart
 from ....report.facts import Fact, cache_fact, facts_of
 from ....report.run import Run
 from ....report.run_record import records
@@ -24,38 +23,16 @@ ALIKE_DB = 40.0
 _SPEEDS_UP = {"AccelSpeedUp", "AccelModel", "AccelDeepCache"}
 
 
-def make(
-    image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None
-) -> tuple[str, torch.Tensor]:
-    """The report now as text, and its chart as an IMAGE [1, H, W, 3].
+def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> str:
+    """The report as it stands now.
 
     image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow.
     """
-    head, facts = _facts()
-    head += _compared(image, reference)
-    chart = report_chart.draw([*head, *(fact for fact in facts if fact.bar)])
-    data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
-    return _text(head, facts, prompt), data.reshape(1, chart.height, chart.width, 3).float() / 255
-
-
-def text() -> str:
-    """Only the text of the report."""
-    return _text(*_facts())
-
-
-def _facts() -> tuple[list[Fact], list[Fact]]:
-    """The lines on the last image and what it gained; then all others, the cache's last."""
     preferences.current()  # puts the cache's limits into force
-    cache = cache_fact(shared.statistics(), shared.store and shared.store.statistics())
-    run = records.last()
-    if run is None:
-        return [Fact("No image was made with an accelerated model yet.")], [cache]
-    image, gain, *others = facts_of(run)
-    return [image, gain], [*others, cache]
-
-
-def _text(head: Sequence[Fact], facts: Sequence[Fact], prompt: Any = None) -> str:
-    changes, others = _changes(facts, prompt)
+    run, cache = records.last(), cache_fact(shared.statistics(), shared.store and shared.store.statistics())
+    of_run = [Fact("No image was made with an accelerated model yet.")] if run is None else facts_of(run)
+    head, facts = [*of_run[:2], *_compared(image, reference)], [*of_run[2:], cache]
+    changes, others = _changes(run, facts, prompt)
     first, *then = changes or ["Nothing."]
     paragraphs = [
         ["Accel Report"],
@@ -67,9 +44,8 @@ def _text(head: Sequence[Fact], facts: Sequence[Fact], prompt: Any = None) -> st
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
 
-def _changes(facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
+def _changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
     """What to change, what stops everything first, then in the order of the facts; and the facts without advice."""
-    run = records.last()
     elsewhere = _why_not_of_this_workflow(run, prompt)
     if elsewhere is not None:
         return [elsewhere], list(facts)

@@ -62,7 +62,7 @@ def register() -> None:
 
     @server.routes.get("/accel/report")
     async def get_report(request):
-        return web.Response(text=report.text())
+        return web.Response(text=report.write_report())
 
     @server.routes.post("/accel/evict")
     @answering
