@@ -32,7 +32,7 @@ def with_eager_graphs(monkeypatch):
 def by_hand(monkeypatch):
     """The node is outside of a prompt, as number 7."""
     for module in (models.accelerate, models.deep_cache):
-        monkeypatch.setattr(module, "leading_node", lambda *_, **choices: "7")
+        monkeypatch.setattr(module, "find_upstream_node", lambda *_, **choices: "7")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ...store.graph_store import attach
 from .home import running_home
 from .models.accelerate import NetworkRun
 from .models.streamed import clone_for_compiling, stays_in_place
-from .running_prompt import leading_node
+from .running_prompt import find_upstream_node
 from .views import as_view
 
 
@@ -76,7 +76,7 @@ class _Encoding:
             given = kwargs.get("embeds")
             if isinstance(given, torch.Tensor) and given.ndim == 3:
                 lease.uses = (Use(name, (), given.shape[0], given.shape[1]),)
-            run = NetworkRun(model, self.settings, self.cache, lease, leading_node(self.made_by, "CLIP"))
+            run = NetworkRun(model, self.settings, self.cache, lease, find_upstream_node(self.made_by, "CLIP"))
             out = run.call(inner, *args, **kwargs)
             run.end()
             return out

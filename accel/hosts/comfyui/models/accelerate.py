@@ -30,7 +30,7 @@ from ....store.graph_store import attach
 from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
 from ..home import running_home
 from ..recording import unrecorded_context
-from ..running_prompt import CompileProgress, leading_node
+from ..running_prompt import CompileProgress, find_upstream_node
 from ..sizes.shape_errors import sizes_explained
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
 from ..versions import is_split_over_devices, put_wrappers
@@ -275,7 +275,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | N
 
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        node_id = leading_node(made_by, "MODEL")
+        node_id = find_upstream_node(made_by, "MODEL")
         with run_events(executor, args, compiling={**described, "node": node_id}), ExitStack() as stack:
             lease = stack.enter_context(cache.lease())
             run, is_finished = Run(settings, cache, lease, node_id, graphs and _may_have_graphs(cache)), False

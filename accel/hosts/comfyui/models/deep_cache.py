@@ -18,7 +18,7 @@ from ....report.run import Skipping
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.noise_levels import angle
 from ....step_cache.run import DeepCacheRun
-from ..running_prompt import leading_node
+from ..running_prompt import find_upstream_node
 from ..sizes.shape_errors import sizes_explained
 from ..versions import put_wrappers
 from ..words import advised
@@ -36,7 +36,7 @@ def apply_deep_cache(
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
     When the settings skip nothing, the clone samples as without this pack. made_by: the class of the node that shows
-    what was skipped; choices: what tells it from others of that class before the sampler (`leading_node`).
+    what was skipped; choices: what tells it from others of that class before the sampler (`find_upstream_node`).
     """
     clone, wrappers = model_patcher.clone(), {}
     if not settings.is_off:
@@ -58,7 +58,7 @@ def _run_wrapper(settings: DeepCacheSettings, made_by: str | None, choices: dict
         mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
         sampling = options[KEY] = _Sampling(settings, args[2] if len(args) > 2 else None, mask is not None)
         is_finished = False
-        node_id = leading_node(made_by, "MODEL", **choices)
+        node_id = find_upstream_node(made_by, "MODEL", **choices)
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
