@@ -1,10 +1,14 @@
-"""Models with compiled blocks: a clone of a ModelPatcher, for Accelerate Model."""
+"""Models with compiled blocks: a clone of a ModelPatcher, for Accelerate Model.
+
+`accelerate` wraps the clone: the outer wrapper begins a `Run` for each sampling, the inner one has each call of
+the model made in it.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +23,6 @@ from ....core.compile_settings import CompileSettings, Trouble
 from ....core.events import emit
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
-from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.survey import KeptSurveys
@@ -57,185 +60,6 @@ HOST = Host(
 )
 
 
-@dataclass
-class _ModelState:
-    """What one model has in one run: the layers of its blocks, what is in place of them in each call, how many kinds
-    they are, and the model where its calls are captured. No layers: another node compiles it."""
-
-    layers: dict[torch.nn.Module, Layer]
-    calls: WholeCalls
-    kinds: int
-    captured: CapturedModel | None = None
-
-
-@dataclass(eq=False)
-class Run:
-    """The compiled layers of one sampling run; made at its start, dropped at its end.
-
-    Layers are made at a model's first call, because its weights are loaded only then. Each model has its own: the
-    host may call a clone on each of several devices at once, from one thread per device.
-
-    graphs: whether whole calls are captured.
-    """
-
-    settings: CompileSettings
-    cache: GraphCache
-    lease: Lease
-    node_id: str | None = None
-    graphs: bool = False
-    progress: CompileProgress = field(default_factory=CompileProgress)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    states: dict[torch.nn.Module, _ModelState] = field(default_factory=dict)
-    lengths: set[int] = field(default_factory=set)
-    model_calls: int = 0
-
-    @contextmanager
-    def call(
-        self, base: torch.nn.Module, options: dict[str, Any], context: Any = None, *given: Any
-    ) -> Iterator[dict[str, Any]]:
-        """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
-
-        context: the prompt [B, T, ...], if any. given: other inputs. Yields the transformer_options to make it with.
-        """
-        model = base.diffusion_model
-        state = self._state_of(model, options)
-        if not state.layers:
-            yield options
-            return
-        if isinstance(context, torch.Tensor) and context.ndim > 1:
-            self.lengths.add(context.shape[1])
-        with self.progress.during_call(state.kinds, self.node_id):
-            if self.graphs:
-                with self.lock:
-                    self.model_calls += 1
-            if not self.graphs or is_split_over_devices(options):
-                with state.calls.in_place((context, *given)):
-                    yield options
-                return
-            from . import capture  # a slow import, which only captured runs should pay for
-
-            with self.lock:
-                if state.captured is None:
-                    state.captured = capture.begin(base, self.settings, self.cache, self.lease, state.layers)
-            with state.captured.standing_in(options) as options:
-                yield options
-
-    @property
-    def contexts(self) -> tuple[int, ...]:
-        """Lengths of the prompts, in tokens."""
-        return tuple(sorted(self.lengths))
-
-    def emit_totals(self, is_finished: bool) -> None:
-        """Emit "run_calls" for the record of the run, once its lease is over."""
-        states = self.states.values()
-        runners = [layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner)]
-        captures = [state.captured.capture for state in states if state.captured is not None]
-        calls = [*(state.calls for state in states), *(capture.blocks for capture in captures)]
-        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(one.end() for one in calls)
-        if is_finished and runners and not (eager_calls or self.lease.calls or self.lease.replays):
-            for model in self.states:  # Wan Animate 2 calls methods of its blocks
-                fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
-        totals = Totals.of(
-            self.lease,
-            self.settings.backend,
-            self.settings.measured,
-            eager_calls=eager_calls,
-            contexts=self.contexts,
-            model_calls=self.model_calls,
-        )
-        emit("run_calls", totals=totals)
-
-    def _state_of(self, model: torch.nn.Module, options: dict[str, Any]) -> _ModelState:
-        with self.lock:
-            state = self.states.get(model)
-            if state is None:
-                name, why = type(uncompiled(model)).__name__, Reason("compiled_around")
-                if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
-                    layers = {}
-                    fallbacks.note(name, why, how="without Accel")
-                else:
-                    # A warm-up is there to have the code.
-                    settings = replace(self.settings, beside=self.settings.beside and not options.get(WARMS_UP))
-                    layers = block_layers(model, settings, self.cache, self.lease)
-                    why = Reason("no_blocks")
-                kinds = count_kinds(layers)
-                if self.settings.stop_on_trouble and not kinds:
-                    raise Trouble(f"{name} cannot run compiled: {why}")
-                calls = WholeCalls(name, layers, self.cache, self.settings)
-                state = self.states[model] = _ModelState(layers, calls, kinds)
-            return state
-
-
-def _may_have_graphs(cache: GraphCache) -> bool:
-    """Whether this machine's device has CUDA graphs at all: where it has none, nobody needs to hear of them."""
-    try:
-        why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
-    except Exception:  # which the attempt to capture will tell
-        return True
-    return why is None or why.code != "not_cuda"
-
-
-def block_layers(
-    model: torch.nn.Module,
-    settings: CompileSettings,
-    cache: GraphCache = shared,
-    lease: Lease | None = None,
-) -> dict[torch.nn.Module, Layer]:
-    """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
-
-    lease: as for `compiled_layers`.
-    """
-    if cache is shared:
-        preferences.current()  # puts the settings into force before the first graph is made
-    surveys = KeptSurveys.on(model)
-    found = survey_model(model, settings, HOST, surveys)
-    return compiled_layers(model, found, settings, HOST, cache, lease, surveys=surveys)
-
-
-def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:
-    """How many kinds of blocks there are among the layers."""
-    return len({layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)})
-
-
-@dataclass(eq=False)
-class NetworkRun:
-    """One run of a network beside the one that is sampled, such as a ControlNet's: its calls are made by one thread.
-
-    leaves_eager: blocks that are not to be compiled.
-    """
-
-    network: torch.nn.Module
-    settings: CompileSettings
-    cache: GraphCache
-    lease: Lease
-    node_id: str | None
-    leaves_eager: Callable[[torch.nn.Module], bool] = lambda block: False
-    progress: CompileProgress = field(default_factory=CompileProgress)
-
-    @functools.cached_property
-    def _made(self) -> tuple[Layer, WholeCalls, int]:
-        """The layer of the network itself, the calls of its blocks, and of how many kinds these are. Made at the first
-        call, when its weights are in place."""
-        layers = block_layers(self.network, self.settings, self.cache, self.lease)
-        own = layers.pop(self.network)
-        layers = {block: layer for block, layer in layers.items() if not self.leaves_eager(block)}
-        name, kinds = type(self.network).__name__, count_kinds(layers)
-        if not kinds:
-            fallbacks.note(name, Reason("no_blocks"))
-        return own, WholeCalls(name, layers, self.cache, self.settings), kinds
-
-    def call(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What the network's own forward gives, with its blocks compiled."""
-        own, calls, kinds = self._made  # the call has already passed the place where the layer would be
-        with self.progress.during_call(kinds, self.node_id), calls.in_place((*args, *kwargs.values())):
-            return own(inner, *args, **kwargs)
-
-    def end(self) -> None:
-        """Tell of calls that ran uncompiled; not after a run that was broken off."""
-        if "_made" in vars(self):
-            self._made[1].end()
-
-
 def accelerate(
     model: Any,
     settings: CompileSettings,
@@ -256,15 +80,17 @@ def accelerate(
 
         capture.attach(cache, patched)
     wrappers = {
-        WrappersMP.OUTER_SAMPLE: _outer_sample(settings, cache, made_by, graphs, quality),
+        WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, cache, made_by, graphs, quality),
         WrappersMP.SAMPLER_SAMPLE: sampling_begins,
-        WrappersMP.APPLY_MODEL: _apply_model(settings, cache),
+        WrappersMP.APPLY_MODEL: _wrap_model_call(settings, cache),
     }
     put_wrappers(patched, KEY, wrappers)
     return patched
 
 
-def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | None, graphs: bool, quality: str | None):
+def _wrap_sampling(
+    settings: CompileSettings, cache: GraphCache, made_by: str | None, graphs: bool, quality: str | None
+):
     described = {
         "backend": settings.backend,
         "shapes": "any size" if settings.any_size else "exact size",
@@ -273,7 +99,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | N
         "quality": quality,
     }
 
-    def wrapper(executor, *args, **kwargs):
+    def sample_in_run(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         node_id = find_upstream_node(made_by, "MODEL")
         with run_events(executor, args, compiling={**described, "node": node_id}), ExitStack() as stack:
@@ -287,17 +113,26 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | N
                 return out
             finally:
                 options.pop(KEY, None)
-                lease.uses = uses(executor, args, run.contexts)
+                lease.uses = uses(executor, args, sorted(run.lengths))
                 stack.close()
                 run.emit_totals(is_finished)
 
-    return wrapper
+    return sample_in_run
 
 
-def _apply_model(settings: CompileSettings, cache: GraphCache):
+def _may_have_graphs(cache: GraphCache) -> bool:
+    """Whether this machine's device has CUDA graphs at all: where it has none, nobody needs to hear of them."""
+    try:
+        why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
+    except Exception:  # which the attempt to capture will tell
+        return True
+    return why is None or why.code != "not_cuda"
+
+
+def _wrap_model_call(settings: CompileSettings, cache: GraphCache):
     # Core's own compile node would trace this wrapper with the model.
     @torch.compiler.disable
-    def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+    def call_in_run(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         options = {} if transformer_options is None else transformer_options
         run = options.get(KEY)
         # Other code may call the model outside of a sampler.
@@ -309,4 +144,156 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
                 finally:
                     attention.begin(None)
 
-    return wrapper
+    return call_in_run
+
+
+@dataclass
+class _ModelInRun:
+    """What one model has in one run: the layers of its blocks and its own, what is in place of them in each call, how
+    many kinds they are, and the model where its calls are captured. No layers: another node compiles it."""
+
+    layers: dict[torch.nn.Module, Layer]
+    calls: WholeCalls
+    kinds: int
+    captured: CapturedModel | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """The compiled layers of one sampling run; made at its start, dropped at its end.
+
+    Layers are made at a model's first call, because its weights are loaded only then. Each model has its own: the
+    host may call a clone on each of several devices at once, from one thread per device.
+
+    graphs: whether whole calls are captured. lengths: of the prompts, in tokens.
+    """
+
+    settings: CompileSettings
+    cache: GraphCache
+    lease: Lease
+    node_id: str | None = None
+    graphs: bool = False
+    progress: CompileProgress = field(default_factory=CompileProgress)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    models: dict[torch.nn.Module, _ModelInRun] = field(default_factory=dict)
+    lengths: set[int] = field(default_factory=set)
+    model_calls: int = 0
+
+    @contextmanager
+    def call(
+        self, base: torch.nn.Module, options: dict[str, Any], context: Any = None, *given: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
+
+        context: the prompt [B, T, ...], if any. given: other inputs. Yields the transformer_options to make it with.
+        """
+        model = base.diffusion_model
+        with self.lock:
+            if model not in self.models:
+                self.models[model] = self._prepare(model, options)
+        ours = self.models[model]
+        if not ours.layers:
+            yield options
+            return
+        if isinstance(context, torch.Tensor) and context.ndim > 1:
+            self.lengths.add(context.shape[1])
+        with self.progress.during_call(ours.kinds, self.node_id):
+            if self.graphs:
+                with self.lock:
+                    self.model_calls += 1
+            if not self.graphs or is_split_over_devices(options):
+                with ours.calls.in_place((context, *given)):
+                    yield options
+                return
+            from . import capture  # a slow import, which only captured runs should pay for
+
+            with self.lock:
+                if ours.captured is None:
+                    ours.captured = capture.begin(base, self.settings, self.cache, self.lease, ours.layers)
+            with ours.captured.standing_in(options) as options:
+                yield options
+
+    def _prepare(self, model: torch.nn.Module, options: dict[str, Any]) -> _ModelInRun:
+        name, why, layers = type(uncompiled(model)).__name__, Reason("no_blocks"), {}
+        if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
+            why = Reason("compiled_around")
+            fallbacks.note(name, why, how="without Accel")
+        else:
+            # A warm-up is there to have the code.
+            settings = replace(self.settings, beside=self.settings.beside and not options.get(WARMS_UP))
+            layers = block_layers(model, settings, self.cache, self.lease)
+        calls = WholeCalls(name, layers, self.cache, self.settings)
+        kinds = count_kinds(calls)
+        if self.settings.stop_on_trouble and not kinds:
+            raise Trouble(f"{name} cannot run compiled: {why}")
+        return _ModelInRun(layers, calls, kinds)
+
+    def emit_totals(self, is_finished: bool) -> None:
+        """Emit "run_calls" for the record of the run, once its lease is over."""
+        runners = [runner for model in self.models.values() for runner in model.calls.runners.values()]
+        captures = [model.captured.capture for model in self.models.values() if model.captured is not None]
+        calls = [*(model.calls for model in self.models.values()), *(capture.blocks for capture in captures)]
+        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(one.end() for one in calls)
+        if is_finished and runners and not (eager_calls or self.lease.calls or self.lease.replays):
+            for model in self.models:  # Wan Animate 2 calls methods of its blocks
+                fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
+        counts = {"eager_calls": eager_calls, "contexts": tuple(sorted(self.lengths)), "model_calls": self.model_calls}
+        emit("run_calls", totals=Totals.of(self.lease, self.settings.backend, self.settings.measured, **counts))
+
+
+@dataclass(eq=False)
+class NetworkRun:
+    """One run of a network beside the one that is sampled, such as a ControlNet's: its calls are made by one thread.
+
+    leaves_eager: blocks that are not to be compiled.
+    """
+
+    network: torch.nn.Module
+    settings: CompileSettings
+    cache: GraphCache
+    lease: Lease
+    node_id: str | None
+    leaves_eager: Callable[[torch.nn.Module], bool] = lambda block: False
+    progress: CompileProgress = field(default_factory=CompileProgress)
+
+    @functools.cached_property
+    def _made(self) -> tuple[Layer, WholeCalls, int]:
+        """The network's own layer, the calls of its blocks, and of how many kinds these are. Made at the first call,
+        when its weights are in place."""
+        layers = block_layers(self.network, self.settings, self.cache, self.lease)
+        own, name = layers.pop(self.network), type(self.network).__name__
+        layers = {block: layer for block, layer in layers.items() if not self.leaves_eager(block)}
+        calls = WholeCalls(name, layers, self.cache, self.settings)
+        if not calls.runners:
+            fallbacks.note(name, Reason("no_blocks"))
+        return own, calls, count_kinds(calls)
+
+    def call(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
+        """What the network's own forward gives, with its blocks compiled."""
+        own, calls, kinds = self._made  # the call has already passed the place where the layer would be
+        with self.progress.during_call(kinds, self.node_id), calls.in_place((*args, *kwargs.values())):
+            return own(inner, *args, **kwargs)
+
+    def end(self) -> None:
+        """Tell of calls that ran uncompiled; not after a run that was broken off."""
+        if "_made" in vars(self):
+            self._made[1].end()
+
+
+def block_layers(
+    model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared, lease: Lease | None = None
+) -> dict[torch.nn.Module, Layer]:
+    """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
+
+    lease: as for `compiled_layers`.
+    """
+    if cache is shared:
+        preferences.current()  # puts the settings into force before the first graph is made
+    surveys = KeptSurveys.on(model)
+    found = survey_model(model, settings, HOST, surveys)
+    return compiled_layers(model, found, settings, HOST, cache, lease, surveys=surveys)
+
+
+def count_kinds(calls: WholeCalls) -> int:
+    """How many kinds of blocks run compiled in them."""
+    return len({runner.kind for runner in calls.runners.values()})
