@@ -16,7 +16,7 @@ from ..cache.entry import Lease
 from ..core.fallbacks import rows_of
 from ..core.reasons import Reason
 from ..core.sentences import OF_CUDA_GRAPHS
-from ..step_cache.run import FULL, SKIPPED
+from ..step_cache.run import FULL, SKIPPED, DeepCacheRun
 from .account import Account, Saving, by_compiling
 
 
@@ -96,6 +96,11 @@ class Skipping(Record):
     target_db: float | None = fact(None, _least)
     skipped_work: float | None = None
     by_skipping: Saving = fact(Saving(), Saving.with_next)
+
+    @classmethod
+    def of(cls, run: DeepCacheRun) -> Skipping:
+        """What a run has come to."""
+        return cls(run.letters, run.why_full, run.settings.quality, run.skipped_work)
 
     @property
     def full_steps(self) -> int:

@@ -112,9 +112,6 @@ class _Image:
         """What each call of the last full evaluation was given, by `_layout`, and what it returned."""
         self._made: Callable[[], Any] | None = None
         """Gives the latent of the scheduler's last step, as long as somebody has it; None before its first."""
-        self._plain: set[str] = set()
-        """Classes of models that were called at timesteps of nobody's."""
-        self._has_run = False
 
     @torch.compiler.disable
     def call(self, model: torch.nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +124,6 @@ class _Image:
         # What guides by gradients needs a call that leads back to the latent.
         has_gradients = torch.is_grad_enabled() and getattr(next(iter(named.values()), None), "requires_grad", False)
         if timestep is None or has_gradients or not self._begin(timestep, model):
-            self._plain.add(type(model).__name__)
             return inner(*args, **kwargs)
         place, layout = self._calls, (model, _layout(named))
         self._calls += 1
@@ -203,7 +199,7 @@ class _Image:
             self._end_run()
             settings = self._settings
             window = tuple(schedule.level_at(percent) for percent in (settings.start_percent, settings.end_percent))
-            self._run, self._has_run = DeepCacheRun(settings, facts_of(schedule, place), window), True
+            self._run = DeepCacheRun(settings, facts_of(schedule, place), window)
         evaluation = place, *(getattr(schedule.scheduler, name, None) for name in ("step_index", "counter"))
         if evaluation != self._evaluation:
             self._evaluation, self._calls, self._is_held = evaluation, 0, False
@@ -216,7 +212,8 @@ class _Image:
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or timesteps is self._unknown_timesteps:
             return None
-        if self._schedule is None or not self._schedule.is_of(scheduler):
+        known = self._schedule  # a scheduler makes new timesteps for every image
+        if known is None or known.scheduler is not scheduler or known.timesteps is not timesteps:
             self._end_run()
             try:
                 self._schedule = PipelineSchedule(scheduler)
@@ -228,20 +225,17 @@ class _Image:
 
     def end(self) -> None:
         """Drop all that is kept, and report."""
+        if self._run is None and self._schedule is not None:
+            message = (
+                "DeepCache: a model of %s is called at other timesteps than its scheduler's; every step ran in full."
+            )
+            log.warning(message, f"a model of {type(self._pipe).__name__}")
         self._end_run()
-        if self._plain and not self._has_run and self._unknown_timesteps is None:
-            message = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
-            log.warning(message, ", ".join(self._plain))
 
     def _end_run(self) -> None:
         if self._run is not None:
             self._run.close()
-            skipping = Skipping(
-                steps_taken=self._run.letters,
-                why_full=self._run.why_full,
-                target_db=self._settings.quality,
-                skipped_work=self._run.skipped_work,
-            )
+            skipping = Skipping.of(self._run)
             if not skipping.skipped_steps and self._run.why_full is None:
                 log.info("%s", skipping_fact(skipping).sentence)
             emit("deep_cache_run", skipping=skipping, began=self._run.began)

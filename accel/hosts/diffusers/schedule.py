@@ -67,10 +67,6 @@ class PipelineSchedule:
         """What pipelines may pass to their model for the timesteps, each with its largest value: Flux and AuraFlow pass
         shares of noise, Lumina 2 and Z-Image shares of image."""
 
-    def is_of(self, scheduler: Any) -> bool:
-        """Whether the scheduler still has this schedule; it makes new timesteps for every image."""
-        return scheduler is self.scheduler and scheduler.timesteps is self.timesteps
-
     def place_of(self, timestep: Any) -> int | None:
         """First index of `timestep` in the schedule; None where it is not in it.
 

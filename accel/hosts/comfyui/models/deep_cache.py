@@ -41,7 +41,7 @@ def apply_deep_cache(
     clone, wrappers = model_patcher.clone(), {}
     if not settings.is_off:
         wrappers = {
-            WrappersMP.OUTER_SAMPLE: _run_wrapper(settings, made_by, choices),
+            WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, made_by, choices),
             WrappersMP.SAMPLER_SAMPLE: _begin_sampling,
             WrappersMP.PREDICT_NOISE: _evaluate,
         }
@@ -49,28 +49,25 @@ def apply_deep_cache(
     return clone
 
 
-def _run_wrapper(settings: DeepCacheSettings, made_by: str | None, choices: dict[str, Any]) -> Callable[..., Any]:
+def _wrap_sampling(settings: DeepCacheSettings, made_by: str | None, choices: dict[str, Any]) -> Callable[..., Any]:
     def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run, from loading the model to its last step."""
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        before = options.get(KEY)
+        before = {KEY: options[KEY]} if KEY in options else {}
         mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
         sampling = options[KEY] = _Sampling(settings, args[2] if len(args) > 2 else None, mask is not None)
-        is_finished = False
         node_id = find_upstream_node(made_by, "MODEL", **choices)
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
                     out = executor(*sampling.showing(args), **kwargs)
-                is_finished = True
+                sampling.is_quiet = bool(options.get(WARMS_UP))
                 return out
             finally:
-                if before is None:
-                    options.pop(KEY, None)
-                else:
-                    options[KEY] = before
-                sampling.end(not is_finished or bool(options.get(WARMS_UP)))
+                del options[KEY]
+                options.update(before)
+                sampling.end()
 
     return sample_in_run
 
@@ -80,12 +77,14 @@ class _Sampling:
 
     def __init__(self, settings: DeepCacheSettings, sampler: Any, is_masked: bool):
         self._settings, self._sampler, self._is_masked = settings, sampler, is_masked
-        self._levels: NoiseLevels | None = None
+        self.levels: NoiseLevels | None = None
         self.run: DeepCacheRun | None = None
         self.functions = 0
         """How many functions after guidance are not the sampler's."""
         self.seen: dict[str, Any] = {}
         """The arguments of the sampler's functions after guidance, in the last full evaluation."""
+        self.is_quiet = True
+        """Whether the log says nothing: a run that was stopped has few steps, which say little."""
 
     def begin(self, guider: Any, schedule: torch.Tensor, model_options: dict[str, Any]) -> None:
         """Make the run, when the guider has its model and the sampler its schedule."""
@@ -93,7 +92,7 @@ class _Sampling:
         of_model = patcher.get_model_object("model_sampling")
         self.functions = len(model_options.get(_POST_CFG) or ())
         is_flow, levels = isinstance(of_model, CONST), schedule.tolist()
-        self._levels = NoiseLevels(follows_schedule(self._sampler, patcher.load_device))
+        self.levels = NoiseLevels(follows_schedule(self._sampler, patcher.load_device))
         facts = facts_of(self._sampler, guider, levels, is_flow)
         conds = [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
         percents = settings.start_percent, settings.end_percent
@@ -104,10 +103,6 @@ class _Sampling:
             changes=[angle(float(level), is_flow) for cond in conds for level in _levels_of_change(cond)],
             why_full=_who_skips(model_options),
         )
-
-    def level(self, timestep: Any) -> float:
-        """The noise level of the next evaluation."""
-        return self._levels.read(torch.as_tensor(timestep), self.run.facts.levels)
 
     def showing(self, args: tuple) -> tuple:
         """The arguments of the sampling with a callback that gets predictions alone, for previews and denoised outputs,
@@ -128,31 +123,24 @@ class _Sampling:
 
         return (*args[:5], show, *args[6:])
 
-    def end(self, is_quiet: bool) -> None:
-        """Emit what the run came to, and log it unless `is_quiet`, as where it was stopped and its steps say little."""
+    def end(self) -> None:
+        """Emit and log what the run came to, and drop it."""
         run, self.run = self.run, None
-        if run is None or not run.letters and run.why_full is None:
-            why = "another node or its sampler calls the model in a way of its own"
-        else:
-            why = run.why_full
-        letters = "" if run is None else run.letters
-        work = 0.0 if run is None else run.skipped_work
-        skipping = Skipping(steps_taken=letters, why_full=why, target_db=self._settings.quality, skipped_work=work)
+        skipping = Skipping(target_db=self._settings.quality) if run is None else Skipping.of(run)
+        is_unknown = not skipping.steps_taken and skipping.why_full is None
+        if is_unknown:
+            skipping = replace(skipping, why_full="another node or its sampler calls the model in a way of its own")
         emit("deep_cache_run", skipping=skipping, began=() if run is None else run.began)
-        if is_quiet:
-            pass
-        elif letters:
+        if skipping.steps_taken and not self.is_quiet:
             sampler = getattr(getattr(self._sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
             log.info("%s", advised(skipping_fact(skipping), sampler))
-        elif run is None or run.why_full is None:
-            log.warning("DeepCache: %s; every step ran in full.", why)
+        elif is_unknown and not self.is_quiet:
+            log.warning("DeepCache: %s; every step ran in full.", skipping.why_full)
         if run is not None:
             run.close()
 
 
-def _begin_sampling(
-    executor: Any, guider: Any, sigmas: Any, extra_args: dict[str, Any], *args: Any, **kwargs: Any
-) -> Any:
+def _begin_sampling(executor: Any, guider: Any, sigmas: Any, extra_args: dict, *args: Any, **kwargs: Any) -> Any:
     """SAMPLER_SAMPLE wrapper: makes the run. The sampler is measured here and not within it: it may keep a state."""
     options = extra_args.get("model_options", {})
     sampling: _Sampling | None = options.get("transformer_options", {}).get(KEY)
@@ -174,7 +162,8 @@ def _evaluate(executor: Any, x: Any, timestep: Any, model_options: dict | None =
     if sampling is None or sampling.run is None:
         return executor(x, timestep, model_options, seed)
     run = sampling.run
-    run.begin(sampling.level(timestep), getattr(executor.class_obj, "cfg", None))
+    level = sampling.levels.read(torch.as_tensor(timestep), run.facts.levels)
+    run.begin(level, getattr(executor.class_obj, "cfg", None))
     if len(model_options.get(_POST_CFG) or ()) > sampling.functions:
         return _evaluate_by_parts(executor, sampling, x, timestep, model_options, seed)
     given = run.forecast(x)
