@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 from ....core.events import log
@@ -35,63 +36,28 @@ def register() -> None:
         return
     from aiohttp import web
 
-    def refusing(handler):
-        """A route; a refusal is one sentence."""
+    def answer_with(answer: Callable[[Any], Any]) -> Callable:
+        """A route: what `answer` gives for a GET's query or a POST's body, as JSON; a refusal is one sentence."""
 
-        async def answer(request):
+        async def respond(request: Any) -> web.Response:
             try:
-                return await handler(request)
+                if request.method == "POST":
+                    refuse_foreign_origin(request.headers)
+                    return web.json_response(answer(await read_body(request)))
+                return web.json_response(answer(request.query))
             except Refused as refused:
                 return web.json_response({"error": str(refused)}, status=refused.status)
 
-        return answer
-
-    def answering(handler):
-        """A POST route that answers in JSON."""
-
-        async def answer(request):
-            refuse_foreign_origin(request.headers)
-            return web.json_response(await handler(await read_body(request)))
-
-        return refusing(answer)
-
-    @server.routes.get("/accel/state")
-    @refusing
-    async def get_state(request):
-        return web.json_response(panel.state(read_rows(request.query)))
+        return respond
 
     @server.routes.get("/accel/report")
     async def get_report(request):
         return web.Response(text=report.write_report())
 
-    @server.routes.post("/accel/evict")
-    @answering
-    async def post_evict(body):
-        return panel.evict(read_entry_id(body))
-
-    @server.routes.post("/accel/settings")
-    @answering
-    async def post_settings(body):
-        if not isinstance(body, dict) or not body:
-            raise Refused(f"The body must be a JSON object with some of {', '.join(preferences.NAMES)}.")
-        try:
-            return panel.change_settings(body)
-        except ValueError as error:
-            raise Refused(str(error)) from None
-        except OSError as error:
-            if "cuda_graphs" in body:
-                raise Refused(
-                    f"It could not be saved: {error}. ACCEL_CUDA_GRAPHS=on or off does the same.", 500
-                ) from None
-            raise Refused(f"The change is in force, but could not be saved: {error}.", 500) from None
-
-    @server.routes.post("/accel/clear")
-    @answering
-    async def post_clear(body):
-        if body not in (None, {}):
-            raise Refused("This route takes no input: send an empty body.")
-        return panel.clear()
-
+    server.routes.get("/accel/state")(answer_with(lambda query: panel.state(read_rows(query))))
+    server.routes.post("/accel/evict")(answer_with(lambda body: panel.evict(read_entry_id(body))))
+    server.routes.post("/accel/settings")(answer_with(change_settings))
+    server.routes.post("/accel/clear")(answer_with(clear))
     log.addFilter(report_log.named)
     panel_messages.start(server)
 
@@ -111,6 +77,27 @@ def read_entry_id(body: Any) -> str:
     if not isinstance(body["id"], str):
         raise Refused("id must be a text.")
     return body["id"]
+
+
+def change_settings(body: Any) -> dict[str, Any]:
+    """The settings after these changes. Raises Refused where one is invalid, or cannot be kept."""
+    if not isinstance(body, dict) or not body:
+        raise Refused(f"The body must be a JSON object with some of {', '.join(preferences.NAMES)}.")
+    try:
+        return panel.change_settings(body)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    except OSError as error:
+        if "cuda_graphs" in body:
+            raise Refused(f"It could not be saved: {error}. ACCEL_CUDA_GRAPHS=on or off does the same.", 500) from None
+        raise Refused(f"The change is in force, but could not be saved: {error}.", 500) from None
+
+
+def clear(body: Any) -> dict[str, int]:
+    """What was dropped of the cache. Raises Refused for a body."""
+    if body not in (None, {}):
+        raise Refused("This route takes no input: send an empty body.")
+    return panel.clear()
 
 
 def refuse_foreign_origin(headers: Any) -> None:
