@@ -44,7 +44,8 @@ class ComponentCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         load(model)
-        args, kwargs = _all_contiguous(args, _for_each_image(kwargs))
+        args = tuple(map(_contiguous, args))
+        kwargs = {name: _contiguous(value) for name, value in _for_each_image(kwargs).items()}
         if asks_for_attentions(model, kwargs):  # of parts of its blocks, which a compiled block does not hand out
             fallbacks.note(type(model).__name__, Reason("attentions_asked"))
             return model._call_impl(*args, **kwargs)
@@ -101,15 +102,11 @@ def _for_each_image(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "encoder_hidden_states": prompt.expand(images.shape[0], -1, -1).contiguous()}
 
 
-def _all_contiguous(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with every image and latent ([B, C, H, W], [B, C, F, H, W]) contiguous.
+def _contiguous(value: Any) -> Any:
+    """An image or latent ([B, C, H, W], [B, C, F, H, W]) contiguous; any other argument as it is.
 
     A pipeline produces other strides from a PIL image than from a tensor, and these pass through the whole model:
-    each would need its own graphs. A model whose weights are channels-last converts its inputs anyway.
+    each would need its own graphs. A model whose weights are channels-last converts its inputs anyway. Lists are not
+    copied: some models write to the ones they are given.
     """
-    return tuple(map(_contiguous, args)), {name: _contiguous(value) for name, value in kwargs.items()}
-
-
-def _contiguous(value: Any) -> Any:
-    # Lists are not copied: some models write to the ones they are given.
     return value.contiguous() if isinstance(value, torch.Tensor) and value.ndim >= 4 else value

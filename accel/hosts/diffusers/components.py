@@ -30,7 +30,11 @@ def components(pipe: Any) -> dict[str, torch.nn.Module]:
 
     Raises TypeError: `pipe` is not a pipeline.
     """
-    return {name: module for part, model in _models(pipe) for name, module in _parts(part, model)}
+    parts = getattr(pipe, "components", None)
+    if not isinstance(parts, dict):
+        raise TypeError(f"expected a diffusers pipeline, not a {type(pipe).__name__}")
+    models = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module) and name not in _NEVER}
+    return {name: module for part, model in models.items() for name, module in _parts(part, model)}
 
 
 def chosen(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
@@ -110,15 +114,6 @@ def without_weights(model: torch.nn.Module) -> str | None:
     if moved_in_parts(model) is not None:
         return None
     return next((name for name, weight in model.named_parameters() if weight.is_meta), None)
-
-
-def _models(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    parts = getattr(pipe, "components", None)
-    if not isinstance(parts, dict):
-        raise TypeError(f"expected a diffusers pipeline, not a {type(pipe).__name__}")
-    for name, part in parts.items():
-        if isinstance(part, torch.nn.Module) and name not in _NEVER:
-            yield name, part
 
 
 def _parts(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

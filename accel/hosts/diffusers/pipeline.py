@@ -151,8 +151,7 @@ class _Acceleration:
             if self.deep_cache is not None:
                 undo.enter_context(deep_cache_of(pipe, self.deep_cache))
             undo.enter_context(around_loops(pipe, self._loop))
-            for name, model in chosen(pipe, self.ignores).items():
-                self._place(name, model)
+            self._place_models()
             vars(pipe)[_NAME] = self
             self.undo = undo.pop_all()
 
@@ -169,22 +168,20 @@ class _Acceleration:
     @contextmanager
     def _loop(self) -> Iterator[None]:
         """One denoising loop, which is one run."""
-        self._follow_replaced_models()
+        self._place_models()
         with new_run():
             yield
 
-    def _follow_replaced_models(self) -> None:
+    def _place_models(self) -> None:
+        """Accelerate the pipeline's models, and no longer those that others have replaced."""
         now = chosen(self.pipe(), self.ignores)
-        known = {name: reference() for name, reference in self.models.items()}
-        for name in [name for name, model in known.items() if now.get(name) is not model]:
-            self._take_away(name)
-        for name in [name for name, model in now.items() if known.get(name) is not model]:
-            self._place(name, now[name])
-
-    def _place(self, name: str, model: torch.nn.Module) -> None:
-        self.models[name] = weakref.ref(model)
-        if not component_call.place(model, self.settings, self):
-            fallbacks.note(type(model).__name__, Reason("compiled_already"))
+        for name, reference in list(self.models.items()):
+            if now.get(name) is not reference():
+                self._take_away(name)
+        for name in now.keys() - self.models:
+            self.models[name] = weakref.ref(now[name])
+            if not component_call.place(now[name], self.settings, self):
+                fallbacks.note(type(now[name]).__name__, Reason("compiled_already"))
 
     def _take_away(self, name: str) -> None:
         model = self.models.pop(name)()

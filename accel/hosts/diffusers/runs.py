@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -63,7 +64,7 @@ class Run:
     def __init__(self, lease: Lease):
         self._lease = lease
         self._placed: dict[torch.nn.Module, tuple[Layers, Survey | None]] = {}
-        self._looks: dict[torch.nn.Module, int] = {}
+        self._looks: Counter[torch.nn.Module] = Counter()
 
     def layers(self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys) -> Layers:
         """The layers for a call of the model now; made again if it is made of other modules than in its last call, or
@@ -72,27 +73,21 @@ class Run:
         surveys: of the model, from this run and others.
         """
         layers, found = self._placed.get(model, (None, None))
-        if layers is None or (found is not None and not found.layout.is_current(model)):
-            looks = self._looks[model] = self._looks.get(model, 0) + 1
-            if looks <= _MOST_LOOKS:
-                layers, found = self._look(model, settings, surveys)
-            else:
-                fallbacks.note(type(model).__name__, Reason("settings_change"))
-                layers, found = {}, None
-            self._placed[model] = layers, found
-        return layers
-
-    def _look(
-        self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys
-    ) -> tuple[Layers, Survey | None]:
+        if layers is not None and (found is None or found.layout.is_current(model)):
+            return layers
+        layers, found, self._looks[model] = {}, None, self._looks[model] + 1
         reason = Reason("compiled_already") if is_compiled(model) else moved_in_parts(model)
+        if self._looks[model] > _MOST_LOOKS:
+            reason = Reason("settings_change")
         if reason is not None:
             fallbacks.note(type(model).__name__, reason)
-            return {}, None
-        found = survey_model(model, settings, HOST, surveys)
-        if not found.regions:
-            return {}, None
-        return compiled_layers(model, found, settings, HOST, shared, self._lease, surveys=surveys), found
+        else:
+            survey = survey_model(model, settings, HOST, surveys)
+            if survey.regions:
+                found = survey
+                layers = compiled_layers(model, found, settings, HOST, shared, self._lease, surveys=surveys)
+        self._placed[model] = layers, found
+        return layers
 
 
 _open = threading.local()

@@ -34,18 +34,14 @@ def warm_up(pipe: Any, **call_arguments: Any) -> WarmUp:
     call_arguments: as for the pipeline itself, at any size. `num_inference_steps` is the fewest by default; pass 2 for
         pipelines with two transformers. torch's random state is left as it was; a `generator` passed here is used.
     """
-    steps = _fewest_steps(pipe, call_arguments)
+    strength = inspect.signature(pipe.__call__).parameters.get("strength")
+    # Image-to-image leaves out the first 1 - strength of the steps.
+    share = 1 if strength is None else call_arguments.get("strength") or strength.default or 1
     before, started = shared.statistics(), time.perf_counter()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        pipe(**{"num_inference_steps": steps, **call_arguments})
+        pipe(**{"num_inference_steps": math.ceil(1 / share), **call_arguments})
     now = shared.statistics()
     compiled, loaded = (now[name] - before[name] for name in ("compilations", "loaded"))
     done = WarmUp(time.perf_counter() - started, compiled, loaded)
     log.info("%s", done)
     return done
-
-
-def _fewest_steps(pipe: Any, given: dict[str, Any]) -> int:
-    """1, or as many as leave one: image-to-image leaves out the first 1 - strength of them."""
-    strength = inspect.signature(pipe.__call__).parameters.get("strength")
-    return 1 if strength is None else math.ceil(1 / (given.get("strength") or strength.default or 1))
