@@ -117,9 +117,9 @@ def test_model_without_repeated_blocks_is_told_or_stops(caplog):
     survey_model(model, settings, HOST)
     assert "Conv2d runs uncompiled: it has no repeated blocks" in caplog.text
     with warm.lease() as lease:
-        assert Run(settings, warm, lease)._state_of(model, {}).kinds == 0
+        assert Run(settings, warm, lease)._prepare(model, {}).kinds == 0
         with pytest.raises(Trouble, match="Conv2d cannot run compiled: it has no repeated blocks"):
-            Run(replace(settings, stop_on_trouble=True), warm, lease)._state_of(model, {})
+            Run(replace(settings, stop_on_trouble=True), warm, lease)._prepare(model, {})
 
 
 # Room for one is a special case of room for some.

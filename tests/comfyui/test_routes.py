@@ -221,7 +221,7 @@ def test_report_node_runs_in_a_prompt(server):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     outputs = client.get(f"/history/{result.prompt_id}")[result.prompt_id]["outputs"]["report"]
-    assert "reference: equal" in outputs["text"][0] and outputs["images"][0]["type"] == "temp"
+    assert "reference: equal" in outputs["text"][0]
     assert "Nothing in this workflow speeds the model up" in outputs["text"][0]
     assert "Choose the backend" not in outputs["text"][0], "advice for the earlier run"
 

@@ -51,7 +51,7 @@ HOST = Host(
     NO_RESULT_DEPENDS_ON,
     INTERRUPTS,
     comfy.model_management.throw_exception_if_processing_interrupted,
-    simplifier,
+    lambda region: simplifier(region.strings),
     plain=streamed.plain,
     weights=streamed.weights_of,
     traceable=traceable,

@@ -8,7 +8,7 @@ it unloads the model, when the model is freed, and when a call finds that its we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,10 @@ _unread: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.We
 """Model → attributes that its code sets and never reads, for snapshots."""
 
 
+_LOADED = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
+"""What core changes on a BaseModel when it loads, unloads or patches weights."""
+
+
 def attach(cache: GraphCache, model: Any) -> None:
     """Allow captures in the cache, and drop those of the patcher's model when it is unloaded."""
     if cache.captures is None:
@@ -74,22 +78,22 @@ def begin(
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
     kinds = tuple(runner.kind.digest for runner in blocks.values())
     held = _HeldWeights(model)
-    code, stands, reason = _code_of(model)
+    code, still_stands, reason = _read_code(model)
 
     def why_not() -> Reason | None:
         if reason is not None:
             return reason
-        if not stands():
+        if not still_stands():
             return Reason("code_replaced", where=type(model).__name__)
-        return _obstacle(base) or (Reason("memory_needed") if cache.captures.given_way > given_way else None)
+        return _find_obstacle(base) or (Reason("memory_needed") if cache.captures.given_way > given_way else None)
 
     host = CaptureHost(
         facts=(code and code.digest, kinds, settings),
         simplify=call_simplifier(frozenset() if code is None else code.strings),
-        token=lambda: (_weights_token(base), held.current),
+        token=lambda: (*(getattr(base, name, None) for name in _LOADED), held.current),
         why_not=why_not,
         unchanged=layers[model].is_set_as_at_first,
-        of_module=_obstacle_in,
+        of_module=_find_obstacle_in,
         interrupts=INTERRUPTS,
         snapshot=_snapshot,
         hold=held.hold,
@@ -140,7 +144,7 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return call(executor, *args, **kwargs)
 
 
-def _code_of(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bool], Reason | None]:
+def _read_code(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bool], Reason | None]:
     """The code of the model, whether it is still that, and why it cannot be captured."""
     attention_called = attention.Asked(NO_RESULT_DEPENDS_ON)
     reader = CodeReader(attention_called)
@@ -154,21 +158,13 @@ def _code_of(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bool
     return code, reader.notes.snapshot().is_current, reason
 
 
-def _weights_token(base: torch.nn.Module) -> Hashable:
-    """What core changes when it loads, unloads or patches weights."""
-    names = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
-    return tuple(getattr(base, name, None) for name in names)
-
-
-def _obstacle(base: torch.nn.Module) -> Reason | None:
+def _find_obstacle(base: torch.nn.Module) -> Reason | None:
     """Core's own conditions of a call: why none of the model can be captured now; None if one can."""
     patcher = base.current_patcher
-    if getattr(base, "model_lowvram", False):
+    if getattr(base, "model_lowvram", False) or is_dynamic(patcher) and not takes_streamed_weights():
         return Reason("weights_streamed")
     if patcher is None:
         return None
-    if is_dynamic(patcher) and not takes_streamed_weights():
-        return Reason("weights_streamed")
     if records_memory():
         return Reason("memory_planned", by="Comfy Compiler")
     if patcher.current_hooks is not None:
@@ -178,7 +174,7 @@ def _obstacle(base: torch.nn.Module) -> Reason | None:
     return None
 
 
-def _obstacle_in(module: torch.nn.Module) -> Reason | None:
+def _find_obstacle_in(module: torch.nn.Module) -> Reason | None:
     """Core's own conditions of a module of the model."""
     if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
         return Reason("weights_patched")
@@ -244,10 +240,7 @@ class _HeldWeights:
         self._pins.release()
 
 
-def _streamed(module: torch.nn.Module) -> Collection[str]:
-    return ("weight", "bias") if "_v" in vars(module) else ()
-
-
 def _snapshot(model: torch.nn.Module) -> WeightSnapshot:
-    is_streamed = any("_v" in vars(part) for part in model.modules())
-    return WeightSnapshot(model, _streamed if is_streamed else None, _unread.get(model, frozenset()))
+    streamed = {part: ("weight", "bias") for part in model.modules() if "_v" in vars(part)}
+    elsewhere = (lambda part: streamed.get(part, ())) if streamed else None
+    return WeightSnapshot(model, elsewhere, _unread.get(model, frozenset()))

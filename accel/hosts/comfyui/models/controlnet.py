@@ -52,13 +52,6 @@ def accelerate_control(
     return copied
 
 
-def own_get_control(control: Any) -> Any:
-    """Another extension's `get_control` set on the object itself; None if there is none."""
-    method = vars(control).get("get_control")
-    ours = getattr(method, "__self__", None)
-    return ours._before["get_control"] if isinstance(ours, _Calls) else method
-
-
 class _Calls:
     """Our versions of one control object's methods, set as attributes of that object only.
 
@@ -97,9 +90,10 @@ class _Calls:
         name = next((name for name in _NETWORKS if attributes.get(name) is not None), None)
         network = attributes[name] if name else None
         if self._run is None or self._run.network is not network:
-            reason = _why_not(network)
+            reason = None if isinstance(network, torch.nn.Module) and type(type(network)) is type else "no_network"
+            reason = "compiled_already" if reason is None and is_compiled(network) else reason
             if reason is not None:
-                fallbacks.note(type(self._control).__name__, reason)
+                fallbacks.note(type(self._control).__name__, Reason(reason))
                 return self.own("get_control", *args, **kwargs)
             self._end()
             lease = self._cache.begin_lease()
@@ -126,12 +120,6 @@ class _Calls:
         plain = {name: value for name, value in state.items() if name not in ours}
         plain.update({name: value for name, value in self._before.items() if value is not None})
         return (make, arguments, plain, *rest)
-
-
-def _why_not(network: Any) -> Reason | None:
-    if not isinstance(network, torch.nn.Module) or type(type(network)) is not type:
-        return Reason("no_network")
-    return Reason("compiled_already") if is_compiled(network) else None
 
 
 def _sets_its_settings(block: torch.nn.Module) -> bool:

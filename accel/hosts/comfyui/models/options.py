@@ -16,7 +16,6 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 
 from ....core.reasons import Reason, RunEagerly
-from ....fingerprint.survey import Region
 from ....signature.tree_spec import CONSTANTS
 from .. import attention
 from ..attention import OVERRIDE, Override
@@ -52,16 +51,12 @@ _FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 _PATCHES = ("patches", "patches_replace")
 
 
-def simplifier(region: Region) -> Callable[[dict], dict]:
-    """The function that turns a per-call dict into what a block's graph gets instead.
+@functools.lru_cache(maxsize=256)
+def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
+    """The function that turns a per-call dict into what the graph of a block whose code has these strings gets instead.
 
     The function raises `RunEagerly` if a patch in the dict concerns the block.
     """
-    return _simplifier(region.strings)
-
-
-@functools.lru_cache(maxsize=256)
-def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
     readable = strings - _FOR_PATCHES_ONLY - {OVERRIDE}
     asked = readable | {"patches", "patches_replace", OVERRIDE}
 
@@ -104,10 +99,8 @@ def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
             return options
         if options.get(OVERRIDE) is not None:
             raise RunEagerly(Reason("attention_replaced", patch="optimized_attention_override"))
-        for patches in (options.get("patches"), options.get("patches_replace")):
-            name = next((name for name, given in (patches or {}).items() if given), None)
-            if name is not None:
-                raise RunEagerly(Reason("patched", patch=name))
+        for name in (name for kind in _PATCHES for name, given in (options.get(kind) or {}).items() if given):
+            raise RunEagerly(Reason("patched", patch=name))
         return _only(readable, options, _is_plain)
 
     return simplify
@@ -149,14 +142,10 @@ def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
 
 def _is_replaced(name: str, options: dict[str, Any], strings: frozenset[str]) -> bool:
     """Whether another node's function has the place `name` in the block being called, whose code has these strings."""
-    replacements = (options.get("patches_replace") or {}).get(name)
-    return bool(replacements) and name in strings and _addresses(replacements, options)
-
-
-def _addresses(replacements: dict, options: dict[str, Any]) -> bool:
-    """Whether a replacement targets the block being called; UNets name it in the dict."""
-    block = options.get("block")
-    if block is None:
+    replacements, block = (options.get("patches_replace") or {}).get(name), options.get("block")
+    if not replacements or name not in strings:
+        return False
+    if block is None:  # UNets name it in the dict
         return True
     return block in replacements or (block[0], block[1], options.get("block_index", 0)) in replacements
 

@@ -44,6 +44,9 @@ _OURS = frozenset(
 )
 """Attributes that core sets for streaming, which affect no result. A copy of `_v` would free its memory twice."""
 
+_FUNCTIONS = ("weight_function", "bias_function")
+"""Attributes for functions applied to a weight at each use. An extension's layer without a bias may lack the second."""
+
 
 def stays_in_place(model: Any, cache: GraphCache) -> bool:
     """Whether weights of a ModelPatcher or a VAE that core would stream stay in place instead.
@@ -99,7 +102,7 @@ class _Plain:
                 if not kept.setdefault("comfy_force_cast_weights", False):
                     kept.pop("comfy_cast_weights", None)
                 kept["comfy_patched_weights"] = True
-                for name in ("weight_function", "bias_function"):
+                for name in _FUNCTIONS:
                     if not kept.get(name):
                         kept.pop(name, None)
             kept["_modules"] = {
@@ -144,7 +147,7 @@ class StreamedWeights:
             if "_v" in vars(part) and not {f"{path}weight", f"{path}bias"}.isdisjoint(index)
         ]
         # What these do to a weight belongs to each use of it, and core applies them where it brings one.
-        self._is_patched = any(_functions(part, "weight") or _functions(part, "bias") for part, _, _ in self._parts)
+        self._is_patched = any(getattr(part, name, None) for part, _, _ in self._parts for name in _FUNCTIONS)
         self._taken: Sequence[torch.Tensor] | None = None
         self._refusal: Reason | None = None
         self._pins = Pins()
@@ -154,11 +157,11 @@ class StreamedWeights:
         self._current: Any = None
 
     def take(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self._taken is None:
-            if self._refusal is None:
-                self._refusal = self._try(inputs)
-            if self._refusal is not None:
-                raise RunEagerly(self._refusal)
+        """See `WeightSource.take`. What has failed is not tried again before it is released."""
+        if self._taken is None and self._refusal is None:
+            self._try(inputs)
+        if self._refusal is not None:
+            raise RunEagerly(self._refusal)
         return self._taken
 
     def release(self) -> None:
@@ -174,22 +177,18 @@ class StreamedWeights:
                     last_first.callback(clear_prepared)
             self._stream, self._brought = None, []
 
-    def _try(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
-        """Take the weights; why not, if that fails."""
+    def _try(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Take the weights, or note why not."""
         try:
-            self._taken = self._all(inputs)
+            self._taken = self._take_all(inputs)
         except INTERRUPTS:
             raise
-        except RunEagerly as refusal:
-            reason = refusal.reason
         except Exception as error:
-            reason = Reason("weights_not_taken", error=one_line(error))
-        else:
-            return None
-        self.release()
-        return reason
+            self.release()
+            is_ours = isinstance(error, RunEagerly)
+            self._refusal = error.reason if is_ours else Reason("weights_not_taken", error=one_line(error))
 
-    def _all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _take_all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._is_patched:
             raise RunEagerly(Reason("weights_patched"))
         made = self._slots.take()
@@ -274,11 +273,6 @@ def _waits(module: torch.nn.Module) -> bool:
     Newer cores mark those in the same way that they only cast there (ModelComputeDtype), and say so.
     """
     return "prev_comfy_cast_weights" in vars(module) and not vars(module).get("comfy_force_cast_weights")
-
-
-def _functions(module: torch.nn.Module, name: str) -> Sequence[Any]:
-    """Functions applied to the weight or bias at each use. An extension's layer without a bias may have none."""
-    return getattr(module, f"{name}_function", None) or ()
 
 
 def _prepared(module: torch.nn.Module) -> list[Any]:
