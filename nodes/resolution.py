@@ -1,88 +1,13 @@
 """The Resolution Snap and Restore Size nodes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..accel.hosts.comfyui.sizes.snapping import LARGEST, SMALLEST, Snapped, resize_image, snap_inputs
+from ..accel.hosts.comfyui.sizes.snapping import LARGEST, SMALLEST, resize_image, snap_inputs
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.resolution import Size
 
 RESTORE = io.Custom("ACCEL_RESTORE")
-
-
-def _sides() -> list[Any]:
-    """The inputs width, height and batch_size."""
-    return [
-        make_input(
-            io.Int,
-            "width",
-            default=1024,
-            min=SMALLEST,
-            max=LARGEST,
-            step=1,
-            tooltip="The width you want, in pixels. Any number; it need not be a multiple of anything.",
-        ),
-        make_input(
-            io.Int,
-            "height",
-            default=1024,
-            min=SMALLEST,
-            max=LARGEST,
-            step=1,
-            tooltip="The height you want, in pixels.",
-        ),
-        make_input(io.Int, "batch_size", default=1, min=1, max=4096, tooltip="How many images to make in one go."),
-    ]
-
-
-def _model() -> Any:
-    return make_input(
-        io.Model,
-        "model",
-        optional=True,
-        tooltip=(
-            "Optional. Decides the multiple (64 for SD1.5, 32 for SDXL, 16 for Flux), and the latent's channels and"
-            " scale. Without it the multiple is 64 and the latent that of SD1.5 and SDXL, which ComfyUI's samplers"
-            " adapt."
-        ),
-    )
-
-
-def _given() -> list[Any]:
-    """The inputs image and latent."""
-    return [
-        make_input(
-            io.Image,
-            "image",
-            optional=True,
-            tooltip="Optional. An image to bring to a size that the model supports, in place of width and height.",
-        ),
-        make_input(
-            io.Latent,
-            "latent",
-            optional=True,
-            tooltip="A latent, with its noise mask, in place of an image. Connect one of the two, not both.",
-        ),
-    ]
-
-
-_WIDTH = io.Int.Output(display_name="width", tooltip="The snapped width, in pixels.")
-_HEIGHT = io.Int.Output(display_name="height", tooltip="The snapped height, in pixels.")
-_LATENT = io.Latent.Output(
-    display_name="latent",
-    tooltip="The latent given, snapped; an empty one of exactly this size where none is connected.",
-)
-_IMAGE = io.Image.Output(display_name="image", tooltip="The image given, snapped. Needs an image.")
-_RESTORE = RESTORE.Output(display_name="restore", tooltip="The size you asked for, for Restore Size at the end.")
-
-
-def _image_or_blocker(snapped: Snapped) -> Any:
-    missing = ExecutionBlocker("This output gives an image only if one is connected to the node's image input.")
-    return missing if snapped.image is None else snapped.image
 
 
 class AccelResolutionSnap(io.ComfyNode):
@@ -100,14 +25,70 @@ class AccelResolutionSnap(io.ComfyNode):
                 " you asked for."
             ),
             search_aliases=["empty latent", "round resolution", "divisible by 64", "resize image", "bucket"],
-            inputs=[*_sides(), _model(), *_given()],
-            outputs=[_WIDTH, _HEIGHT, _LATENT, _IMAGE, _RESTORE],
+            inputs=[
+                make_input(
+                    io.Int,
+                    "width",
+                    default=1024,
+                    min=SMALLEST,
+                    max=LARGEST,
+                    step=1,
+                    tooltip="The width you want, in pixels. Any number; it need not be a multiple of anything.",
+                ),
+                make_input(
+                    io.Int,
+                    "height",
+                    default=1024,
+                    min=SMALLEST,
+                    max=LARGEST,
+                    step=1,
+                    tooltip="The height you want, in pixels.",
+                ),
+                make_input(
+                    io.Int, "batch_size", default=1, min=1, max=4096, tooltip="How many images to make in one go."
+                ),
+                make_input(
+                    io.Model,
+                    "model",
+                    optional=True,
+                    tooltip=(
+                        "Optional. Decides the multiple (64 for SD1.5, 32 for SDXL, 16 for Flux), and the latent's"
+                        " channels and scale. Without it the multiple is 64 and the latent that of SD1.5 and SDXL,"
+                        " which ComfyUI's samplers adapt."
+                    ),
+                ),
+                make_input(
+                    io.Image,
+                    "image",
+                    optional=True,
+                    tooltip="Optional. An image to bring to a size that the model supports, in place of width and"
+                    " height.",
+                ),
+                make_input(
+                    io.Latent,
+                    "latent",
+                    optional=True,
+                    tooltip="A latent, with its noise mask, in place of an image. Connect one of the two, not both.",
+                ),
+            ],
+            outputs=[
+                io.Int.Output(display_name="width", tooltip="The snapped width, in pixels."),
+                io.Int.Output(display_name="height", tooltip="The snapped height, in pixels."),
+                io.Latent.Output(
+                    display_name="latent",
+                    tooltip="The latent given, snapped; an empty one of exactly this size where none is connected.",
+                ),
+                io.Image.Output(display_name="image", tooltip="The image given, snapped. Needs an image."),
+                RESTORE.Output(display_name="restore", tooltip="The size you asked for, for Restore Size at the end."),
+            ],
         )
 
     @classmethod
     def execute(cls, width, height, **inputs) -> io.NodeOutput:
         snapped = snap_inputs(Size(width, height), **inputs)
-        size, image, text = snapped.size, _image_or_blocker(snapped), ui.PreviewText(snapped.text)
+        size, image, text = snapped.size, snapped.image, ui.PreviewText(snapped.text)
+        if image is None:
+            image = ExecutionBlocker("This output gives an image only if one is connected to the node's image input.")
         return io.NodeOutput(size.width, size.height, snapped.latent, image, snapped.asked, ui=text)
 
 
