@@ -14,7 +14,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
 from .account import by_skipping
 from .facts import line_of
-from .run import Run, Skipping
+from .run import Run
 
 _MOST_REASONS = 50
 """Reasons kept per run."""
@@ -64,15 +64,6 @@ class _Open:
         elif name == "sampling" and not run.prepare_seconds:
             run.prepare_seconds = max(0.0, time.perf_counter() - self.began - run.paid_seconds)
 
-    def _count_left(self) -> dict[tuple[str, Reason], int]:
-        """Count the calls of blocks that nobody tried to compile, each of which is called as often as another; those
-        but the first of each, which its survey has noted."""
-        totals = self.run.totals
-        calls = totals.compiled_calls + totals.eager_calls
-        each = max(round(calls / self.run.blocks) if self.run.blocks else self.run.steps or 1, 1)
-        self.run.totals = replace(totals, eager_calls=totals.eager_calls + self.left.total() * each)
-        return {why: blocks * (each - 1) for why, blocks in self.left.items()}
-
     def end(self, failed: bool, loaded_share: float | None, steps_done: int | None) -> bool:
         """Note that one of its wrappers has ended; True if the run has too. steps_done: of one that was interrupted."""
         self.depth -= 1
@@ -82,13 +73,17 @@ class _Open:
         run.seconds, run.finished = time.perf_counter() - self.began, time.time()
         if self.depth:
             return False
-        calls = Counter(fallbacks.since(self.fallbacks_before)) + Counter(self._count_left())
-        run.fallbacks = dict(calls.most_common(_MOST_REASONS))
+        # A block that nobody tried to compile is called as often as another; its survey has noted the first call.
+        calls = run.totals.compiled_calls + run.totals.eager_calls
+        each = max(round(calls / run.blocks) if run.blocks else run.steps or 1, 1)
+        run.totals = replace(run.totals, eager_calls=run.totals.eager_calls + self.left.total() * each)
+        left = Counter({why: blocks * (each - 1) for why, blocks in self.left.items()})
+        run.fallbacks = dict((Counter(fallbacks.since(self.fallbacks_before)) + left).most_common(_MOST_REASONS))
         return True
 
 
 class RunRecords:
-    """The last run, DeepCache's last one, and what is being compiled now.
+    """The last run, and what is being compiled now.
 
     All samplings of one prompt are one run, as long as no other prompt is sampled between them.
 
@@ -106,18 +101,12 @@ class RunRecords:
             self._by_node: dict[str, Run] = {}  # of the last one, what each of its nodes took part in
             self._open: dict[int, list[_Open]] = {}
             self._compiling: dict[int, tuple[float, dict[str, Any]]] = {}  # by thread: since when, and what
-            self._deep_cache: Skipping | None = None
             self._owed: Counter[str] = Counter()
 
     def last(self) -> Run | None:
         """The run that ended last; None before the first."""
         with self._lock:
             return self._last
-
-    def deep_cache(self) -> Skipping | None:
-        """What DeepCache did in the last run that had it; None before the first."""
-        with self._lock:
-            return self._deep_cache
 
     def compiling(self) -> dict[str, Any] | None:
         """The compilation in progress, the latest where threads compile at once; None where there is none.
@@ -150,11 +139,9 @@ class RunRecords:
             self._open.setdefault(thread, []).append(_Open(data["owner"], Run(**facts)))
 
     def _on_run_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> Run | None:
-        if (
-            now is None
-            or now.owner != data["owner"]
-            or not now.end(data["failed"], data.get("loaded_share"), data.get("steps_done"))
-        ):
+        if now is None or now.owner != data["owner"]:
+            return None
+        if not now.end(data["failed"], data.get("loaded_share"), data.get("steps_done")):
             return None
         self._open[thread].pop()
         if not self._open[thread]:
@@ -172,16 +159,12 @@ class RunRecords:
         now = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
         self._by_node = {**before, **now}
         run.lines = {node: line for node, whole in now.items() if (line := line_of(whole, node))}
-        whole = self._last = self._last.with_next(run) if is_next else run
-        if is_next and whole.skipping.steps_taken:
-            self._deep_cache = whole.skipping
+        self._last = self._last.with_next(run) if is_next else run
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
-        skipping: Skipping = data["skipping"]
-        saved = by_skipping(skipping.steps_taken, data["began"], now.disturbed if now is not None else ())
-        self._deep_cache = replace(skipping, by_skipping=saved)
         if now is not None:
-            now.run.skipping = self._deep_cache
+            saved = by_skipping(data["skipping"].steps_taken, data["began"], now.disturbed)
+            now.run.skipping = replace(data["skipping"], by_skipping=saved)
 
     def _on_warmed_up(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if self._last is not None:

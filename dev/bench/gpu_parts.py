@@ -319,7 +319,7 @@ class Parts:
         peak_mb, graphs_mb = self._read_peak_mb(self._lineup.count_kept_bytes()), self._lineup.count_graph_mb(name)
         turns.row = {**_sum(turns.row, spent), "peak_mb": peak_mb, "graphs_mb": graphs_mb}
         if CONTENDERS[name].skips:
-            told = records.deep_cache()
+            told = records.last().skipping
             turns.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps, "image_s": run.seconds}
 
     def profile(self) -> Iterator[Row]:

@@ -70,7 +70,7 @@ def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_doe
     deep = row.image(apply_deep_cache(row.on(model), every(2)))
     assert deep.isfinite().all()
     if row.full:
-        assert records.deep_cache().why_full.startswith(row.full)
+        assert records.last().skipping.why_full.startswith(row.full)
         assert_close(deep, plain)
     else:
         assert not torch.equal(deep, plain)
@@ -85,7 +85,7 @@ def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_doe
         assert skips() != bool(row.full)
     # Nothing is near enough to be skipped; what full steps show is compared all the same.
     assert torch.equal(row.image(apply_deep_cache(row.on(model), DeepCacheSettings(quality=200.0))), plain)
-    assert row.full or records.deep_cache().why_full is None
+    assert row.full or records.last().skipping.why_full is None
     assert torch.equal(row.image(row.on(model)), plain)
 
 

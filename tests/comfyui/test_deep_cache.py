@@ -32,7 +32,7 @@ def test_skipped_step_calls_no_model_and_the_image_is_another(small_unet, sample
     calls.clear()
     made = sample(cached(small_unet), **RUN)
     assert calls == [level for level, one in zip(every_step, TAKEN, strict=True) if one == "F"]
-    assert records.deep_cache().steps_taken == TAKEN
+    assert records.last().skipping.steps_taken == TAKEN
     assert made.isfinite().all() and not torch.equal(made, plain)
     assert torch.equal(sample(cached(small_unet), **RUN), made)
     assert_no_trace(small_unet)
@@ -66,7 +66,7 @@ def test_second_sampler_of_a_workflow_has_a_run_of_its_own(small_unet, sample):
     high = torch.nn.functional.interpolate(low, (31, 23))
     for second in (model, other):
         twice = sample(second, steps=5, denoise=0.5, latent=high)
-        assert records.deep_cache().steps_taken == "FFSSF"
+        assert records.last().skipping.steps_taken == "FFSSF"
         assert torch.equal(twice, sample(cached(second), steps=5, denoise=0.5, latent=high))
 
 
@@ -134,7 +134,7 @@ def test_failure_or_interrupt_in_mid_run_is_passed_on_and_leaves_no_trace(small_
     with pytest.raises(type(error)), caplog.at_level("INFO"):
         sample(model, **RUN, callback=fail if where == "preview" else None)
     hook.remove()
-    assert records.deep_cache().steps_taken == ("FFSS" if where == "model" else "FFS")
+    assert records.last().skipping.steps_taken == ("FFSS" if where == "model" else "FFS")
     assert said(caplog) == []
     assert_no_trace(model)
     assert torch.equal(sample(small_unet, **RUN), plain)

@@ -144,7 +144,7 @@ def test_skipped_steps_call_no_model_whatever_is_beside_in_either_order_of_the_n
     for model in (cached(beside.patch(plain)), beside.patch(cached(plain))):
         calls.clear()
         made.append(sample(model))
-        assert records.deep_cache().steps_taken == beside.taken and calls == expected
+        assert records.last().skipping.steps_taken == beside.taken and calls == expected
     assert torch.equal(*made) and made[0].isfinite().all() and not torch.equal(made[0], full)
     assert torch.equal(sample(beside.patch(cached(plain, 1))), full)
     assert torch.equal(sample(beside.patch(plain)), full)
@@ -173,7 +173,7 @@ def test_control_nets_run_in_full_steps_alone(unet, sample, apart, ends, taken, 
     positive = controlled(first, other, ends=ends)
     model = cached(split_chunks(unet) if apart else unet)
     made = sample(model, **SIZE, positive=positive)
-    assert records.deep_cache().steps_taken == taken
+    assert records.last().skipping.steps_taken == taken
     assert (len(first.calls), len(other.calls)) == (taken.count("F") * (1 + apart), second * (1 + apart))
     assert not torch.equal(made, sample(model, **SIZE))
     assert_no_trace(model)
@@ -210,11 +210,11 @@ def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(unet
         caplog.clear()
         with caplog.at_level("INFO"):
             assert torch.equal(sample(both, **run), expected)
-        assert counts()[1] == 0 and why in records.deep_cache().why_full
+        assert counts()[1] == 0 and why in records.last().skipping.why_full
         assert said(caplog) and all(why in line and " 0 " not in line for line in said(caplog))
     assert torch.equal(sample(unet, **run), plain)
     sample(cached(unet), **run)
-    assert counts()[1] and records.deep_cache().why_full is None, "once the other node is gone"
+    assert counts()[1] and records.last().skipping.why_full is None, "once the other node is gone"
 
 
 @pytest.mark.parametrize("module", ["/ComfyUI/custom_nodes/a-pack.nodes", "custom_nodes.a-pack.nodes"])
@@ -224,7 +224,7 @@ def test_node_that_makes_the_models_calls_is_named_by_its_packs_folder(unet, sam
     wrapper.__module__ = module
     model.set_model_unet_function_wrapper(wrapper)
     sample(model, **SIZE)
-    assert records.deep_cache().why_full == f"another node (a-pack) {MAKES_CALLS}"
+    assert records.last().skipping.why_full == f"another node (a-pack) {MAKES_CALLS}"
 
 
 # Compiled

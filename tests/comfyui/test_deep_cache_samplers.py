@@ -98,7 +98,7 @@ def test_steps_are_skipped_whole_and_call_no_model(small_unet, sample, runs, tak
     assert len(calls) == 2 * sum(not is_skipped for _, is_skipped in run.told)
     steps = dict(run.told)
     assert all(steps[step] == is_skipped for step, is_skipped in run.told)
-    taken = records.deep_cache().steps_taken
+    taken = records.last().skipping.steps_taken
     assert taken == "".join("FS"[steps[step]] for step in sorted(steps)) and "S" in taken
     assert taken == letters(7) or sampler in ("dpm_fast", "dpm_adaptive")  # which choose levels of their own
 
@@ -178,7 +178,7 @@ def by_levels(model, sigmas, sampler="euler", cfg=5.0, seed=0):
 def test_unsampling_is_computed_in_full_and_says_why(small_unet):
     sigmas = torch.tensor([0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 9.0, 14.6])
     assert torch.equal(by_levels(cached(small_unet), sigmas), by_levels(small_unet, sigmas))
-    assert counts() == (7, 0) and "makes noise of an image" in records.deep_cache().why_full
+    assert counts() == (7, 0) and "makes noise of an image" in records.last().skipping.why_full
 
 
 def test_levels_that_go_up_and_down_are_computed_in_full(small_unet, caplog):
@@ -186,7 +186,7 @@ def test_levels_that_go_up_and_down_are_computed_in_full(small_unet, caplog):
     made = by_levels(cached(small_unet), sigmas, "euler_ancestral")
     assert torch.equal(made, by_levels(small_unet, sigmas, "euler_ancestral"))
     assert caplog.text.count("go up and down; every step runs in full") == 1
-    assert "go up and down" in records.deep_cache().why_full
+    assert "go up and down" in records.last().skipping.why_full
 
 
 LEVELS = [14.6, 9.0, 6.0, 4.0, 2.7, 1.8, 1.2, 0.8, 0.4, 0.0]

@@ -157,7 +157,7 @@ def cached(name, case):
         assert not torch.equal(deep[0], plain[0])
         return f"{last_run()['skipped_steps']} of 4 steps skipped"
     assert_same(name, deep, plain)
-    return f"no: {records.deep_cache().why_full}"
+    return f"no: {records.last().skipping.why_full}"
 
 
 def controlled(name, case):

@@ -63,7 +63,7 @@ def test_quality_is_that_of_deep_cache(quality, by_hand):
         for each in (AccelDeepCache.execute(model, **by_hand).args[0], sped_up(model, quality), model)
     ]
     assert torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
-    assert records.deep_cache().target_db == QUALITIES[quality].quality
+    assert records.last().skipping.target_db == QUALITIES[quality].quality
 
 
 def test_few_steps_are_said_to_be_too_few(by_hand):
@@ -145,7 +145,7 @@ def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
     skipped = run.skipping.steps_taken.count("S")
     assert skipped and said().endswith(f"planned for 35 dB, {skipped / 17:.0%} of the work skipped")
     assert [list(lines) for lines in told] == [["7"], ["7"]] and told[-1] == run.lines
-    assert records.deep_cache().steps_taken == run.skipping.steps_taken
+    assert records.last().skipping.steps_taken == run.skipping.steps_taken
     assert 0 < run.prepare_seconds < run.seconds
     prompts.run({**prompt, "4": sampler(["3", 0], 13)}, **things)
     assert records.last().steps == 16, "the next prompt is a run of its own"

@@ -102,7 +102,7 @@ def test_deciding_what_to_skip_waits_once_a_full_step_at_most(model, cache, grap
     """What full steps show is what was in the memory, so any step may be skipped, or none."""
     ours = accelerate(model, CompileSettings(), cache, graphs=graphs)
     assert waits_a_step(apply_deep_cache(ours, DeepCacheSettings())) <= 1
-    assert records.deep_cache().why_full is None and fallbacks.rows() == []
+    assert records.last().skipping.why_full is None and fallbacks.rows() == []
 
 
 @pytest.mark.parametrize("behind", [0, 10**9])

@@ -29,10 +29,9 @@ def cached(model, interval=3, **settings):
 
 
 def last_run() -> dict[str, Any] | None:
-    """The last DeepCache run: full_steps, skipped_steps, target_db, skipped_work; None before the first."""
-    known = records.deep_cache()
-    names = ("full_steps", "skipped_steps", "target_db", "skipped_work")
-    return None if known is None else {name: getattr(known, name) for name in names}
+    """DeepCache in the last run: full_steps, skipped_steps, target_db, skipped_work; None before the first."""
+    run, names = records.last(), ("full_steps", "skipped_steps", "target_db", "skipped_work")
+    return None if run is None else {name: getattr(run.skipping, name) for name in names}
 
 
 def counts():

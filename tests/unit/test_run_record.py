@@ -35,7 +35,7 @@ def end(owner=1, failed=False):
 
 
 def test_no_run_is_no_record_and_one_that_fails_is_kept_as_failed(records):
-    assert records.last() is None and records.deep_cache() is None and records.compiling() is None
+    assert records.last() is None and records.compiling() is None
     start()
     end(failed=True)
     assert records.last().failed
@@ -89,7 +89,6 @@ def test_two_wrappers_of_one_sampler_describe_one_run(records):
     end()
     run = records.last()
     assert run.compiling and run.caching and run.skipping.steps_taken == "FS"
-    assert records.deep_cache() == run.skipping
 
 
 def test_a_sampler_within_a_sampler_is_a_run_of_its_own(records):
