@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -108,8 +108,8 @@ class _Image:
         """Calls of the evaluation before."""
         self._is_held = False
         """Whether one of the current evaluation's calls returned the output of the last full one."""
-        self._returned: list[tuple[Hashable, Any]] = []
-        """What each call of the last full evaluation was given, by `_layout`, and what it returned."""
+        self._returned: list[tuple[Any, Any]] = []
+        """What each call of the last full evaluation was given, by names and shapes, and what it returned."""
         self._made: Callable[[], Any] | None = None
         """Gives the latent of the scheduler's last step, as long as somebody has it; None before its first."""
 
@@ -125,7 +125,8 @@ class _Image:
         has_gradients = torch.is_grad_enabled() and getattr(next(iter(named.values()), None), "requires_grad", False)
         if timestep is None or has_gradients or not self._begin(timestep, model):
             return inner(*args, **kwargs)
-        place, layout = self._calls, (model, _layout(named))
+        # Branches of guidance, and whether there is guidance, differ in their order and in these.
+        place, layout = self._calls, (model, [(name, getattr(value, "shape", None)) for name, value in named.items()])
         self._calls += 1
         if self._run.skips and place < len(self._returned) and self._returned[place][0] == layout:
             self._is_held = True
@@ -247,21 +248,3 @@ class _Image:
 def _names_of(kind: type) -> tuple[str, ...]:
     """The names of what models of this class are called with."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
-def _layout(named: Mapping[str, Any]) -> Hashable:
-    """The names of a call's arguments, with shapes, flags and texts, but no other values.
-
-    Tells apart the branches of guidance that calls the model again without some layers, with another text, or without
-    a ControlNet. Numbers are left out, since they may change with every step, and the contents of dicts, since some
-    models add to them.
-    """
-
-    def described(value: Any) -> Hashable:
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape)
-        if isinstance(value, (list, tuple)):
-            return tuple(one if type(one) is int else described(one) for one in value)
-        return value if value is None or isinstance(value, (bool, str)) else type(value)
-
-    return tuple((name, described(value)) for name, value in named.items())
