@@ -38,10 +38,9 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
     account = run.account(node)
     facts = [_image(run), _gain(account)]
     if run.loaded_share is not None and run.loaded_share < 0.98:
-        fits = (
-            f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, "
-        )
-        facts.append(Fact(f"{fits}which takes longer than compiling saves.", why=LOADED_IN_PART))
+        rest = "the rest is copied at every step, which takes longer than compiling saves."
+        said = f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: {rest}"
+        facts.append(Fact(said, why=LOADED_IN_PART))
     if compiles:
         facts.append(_compiling(run, account))
     if skips and (run.skipping.steps_taken or run.skipping.why_full is not None):
@@ -50,21 +49,16 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
 
 
 def line_of(run: Run, node: str) -> list[Reason]:
-    """The line of a node that took part in a run that is over, in parts, of which the first says what run it is of.
+    """The line of a node that took part in a run that is over, in parts, of which the first says what run it is of: the
+    quality that the node was set to, where it has one, and the size of the images.
 
     Empty for a run that an error ended.
     """
-    facts = facts_of(run, node)
+    facts, settings, size = facts_of(run, node), run.compiling or {}, size_of(run)
     said = [part for fact in (facts[:1] if run.failed else facts[1:]) for part in fact.line]
-    return [*_named(run, node), *said] if said else []
-
-
-def _named(run: Run, node: str) -> list[Reason]:
-    """The quality that the node was set to, where it has one, and the size of the images."""
-    settings, size = run.compiling or {}, size_of(run)
     quality = settings.get("quality") if settings.get("node") == node else None
     named = Reason("line_image", quality=quality, size=size) if quality else Reason("line_size", size=size)
-    return [named] if run.pixels else []
+    return [*([named] if run.pixels else []), *said] if said else []
 
 
 def size_of(run: Run) -> str:
@@ -75,12 +69,11 @@ def size_of(run: Run) -> str:
 
 
 def _image(run: Run) -> Fact:
-    contexts = run.totals.contexts
+    contexts, end, line = run.totals.contexts, "", []
     steps = "" if run.steps is None else f", {counted(run.steps, 'step')}"
     sampler = f" of {run.sampler}" if run.sampler and steps else ""
     tokens = f", prompt of {' and '.join(map(str, contexts))} tokens" if contexts else ""
     samplers = f" in {run.samplings} samplers" if run.samplings > 1 else ""
-    end, line = "", []
     if run.failed and run.steps_done is None:
         end = ", until it failed or was stopped"
     elif run.failed:
@@ -117,7 +110,12 @@ def _compiling(run: Run, account: Account) -> Fact:
     if totals.model_calls:
         lines.append(f"{totals.replays} of {counted(totals.model_calls, 'model call')} replayed a CUDA graph.")
     why = Reason("line_traced") if run.is_traced and totals.compiled_calls else None
-    return Fact("\n  ".join(lines), [*_compiled_line(run, account), *_uncompiled_line(run)], why)
+    line = _compiled_line(run, account)
+    # What ran uncompiled beside compiled blocks, where something is wrong with it.
+    wrong = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
+    if totals.compiled_calls and totals.eager_calls and wrong is not None:
+        line.append(Reason("line_partly", share=f"{max(totals.eager_calls / calls, 0.01):.0%}", why=wrong))
+    return Fact("\n  ".join(lines), line, why)
 
 
 def _compiled_line(run: Run, account: Account) -> list[Reason]:
@@ -139,15 +137,6 @@ def _compiled_line(run: Run, account: Account) -> list[Reason]:
     elif run.compilations and after == 0:
         parts.append(Reason("line_paid_back_at_once"))
     return parts
-
-
-def _uncompiled_line(run: Run) -> list[Reason]:
-    """What ran uncompiled beside compiled blocks, where something is wrong with it."""
-    compiled, eager = run.totals.compiled_calls, run.totals.eager_calls
-    why = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
-    if not compiled or not eager or why is None:
-        return []
-    return [Reason("line_partly", share=f"{max(eager / (compiled + eager), 0.01):.0%}", why=why)]
 
 
 def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:

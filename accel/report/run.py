@@ -46,10 +46,6 @@ def _least(one: float | None, other: float | None) -> float | None:
     return min((value for value in (one, other) if value is not None), default=None)
 
 
-def _latest(one: Any, other: Any) -> Any:
-    return other or one
-
-
 def _listed(names: str | None, name: str | None) -> str | None:
     """The names, "SDXL + Flux", with another one unless it is among them."""
     every = (*(names or "").split(" + "), *(name or "").split(" + "))
@@ -143,8 +139,8 @@ class Run(Record):
     steps: int | None = fact(None, _sum)
     steps_done: int | None = fact(None, _sum)
     sampler: str | None = fact(None, _listed)
-    compiling: dict[str, Any] | None = fact(None, _latest)
-    caching: dict[str, Any] | None = fact(None, _latest)
+    compiling: dict[str, Any] | None = fact(None, lambda one, other: other or one)
+    caching: dict[str, Any] | None = fact(None, lambda one, other: other or one)
     seconds: float = fact(0.0, add)
     prepare_seconds: float = fact(0.0, add)
     finished: float = 0.0
@@ -164,7 +160,7 @@ class Run(Record):
     survey_seconds: float = fact(0.0, add)
     owed: dict[str, float] = fact(dict, or_)
     lines: dict[str, list[Reason]] = fact(dict, or_)
-    graphs_would_give: float | None = fact(None, _latest)
+    graphs_would_give: float | None = fact(None, lambda one, other: other or one)
 
     @property
     def nodes(self) -> list[str]:

@@ -42,7 +42,11 @@ class NoiseLevels:
         place = self._count
         self._count += 1
         expected = schedule[place] if place + 1 < len(schedule) else None
-        self._check()
+        while self._unchecked and self._unchecked[0][1].has_come():
+            known, come = self._unchecked.pop(0)
+            if self._follows_schedule and not is_near(known, float(come.read())):
+                log.warning("DeepCache: this sampler left the schedule on its way; its levels are read one by one.")
+                self._follows_schedule = False
         if self._follows_schedule and expected is not None and place >= LEARNED:
             self._unchecked.append((expected, HostCopy(timestep.max())))
             return expected
@@ -52,13 +56,6 @@ class NoiseLevels:
             level = nearest if abs(nearest - level) <= torch.finfo(timestep.dtype).eps * level else level
         self._follows_schedule = self._follows_schedule and expected is not None and is_near(expected, level)
         return level
-
-    def _check(self) -> None:
-        while self._unchecked and self._unchecked[0][1].has_come():
-            expected, level = self._unchecked.pop(0)
-            if self._follows_schedule and not is_near(expected, float(level.read())):
-                log.warning("DeepCache: this sampler left the schedule on its way; its levels are read one by one.")
-                self._follows_schedule = False
 
 
 def follows_schedule(sampler: Any, device: torch.device) -> bool:
@@ -86,23 +83,18 @@ def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) 
 
     def sample(predict: Predict, noise: Noise, latent: torch.Tensor) -> torch.Tensor:
         models.append(_Model(guider, predict))
-        return _sampled(sampler, models[-1], levels, noise, latent)
+        # Copies of what may keep a state: how far a pack's sampler has come, a generator.
+        function, options = copy.copy(sampler.sampler_function), dict(sampler.extra_options)
+        options |= {name: one.clone_state() for name, one in options.items() if isinstance(one, torch.Generator)}
+        if "noise_sampler" in inspect.signature(function).parameters:
+            options["noise_sampler"] = lambda *_, **__: noise(latent)
+        given = {"model_options": {"transformer_options": {}}, "seed": 0}
+        return function(models[-1], latent, torch.tensor(levels), extra_args=given, disable=True, **options)
 
     facts = measured(levels, is_flow, sample)
     if any(model.is_asked_for_parts for model in models):
         return replace(facts, response=None)  # the parts' errors differ
     return facts
-
-
-def _sampled(sampler: Any, model: _Model, levels: Sequence[float], noise: Noise, latent: torch.Tensor) -> torch.Tensor:
-    # Copies of what may keep a state: how far a pack's sampler has come, a generator.
-    function, options = copy.copy(sampler.sampler_function), dict(sampler.extra_options)
-    generators = {name: one.clone_state() for name, one in options.items() if isinstance(one, torch.Generator)}
-    options |= generators
-    if "noise_sampler" in inspect.signature(function).parameters:
-        options["noise_sampler"] = lambda *_, **__: noise(latent)
-    given = {"model_options": {"transformer_options": {}}, "seed": 0}
-    return function(model, latent, torch.tensor(levels), extra_args=given, disable=True, **options)
 
 
 class _Model:

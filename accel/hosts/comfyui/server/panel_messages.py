@@ -124,20 +124,16 @@ def start(server: Any) -> None:
         asker=asker,
         stops=comfy.model_management.processing_interrupted,
     )
+    timers = set()  # in the loop's thread alone: one serves all block types that follow each other
 
-    repeats = False  # in the loop's thread alone: one timer serves all block types that follow each other
+    def wait() -> None:
+        if not timers:
+            timers.add(server.loop.call_later(1.0, repeat))
 
     def repeat() -> None:
-        nonlocal repeats
-        repeats = False
+        timers.clear()
         if messages.repeat():
-            begin()
-
-    def begin() -> None:
-        nonlocal repeats
-        if not repeats:
-            repeats = True
-            server.loop.call_later(1.0, repeat)
+            wait()
 
     subscribe(messages)
-    subscribe(lambda name, data: name == "compile_start" and server.loop.call_soon_threadsafe(begin))
+    subscribe(lambda name, data: name == "compile_start" and server.loop.call_soon_threadsafe(wait))
