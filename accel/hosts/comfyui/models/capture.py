@@ -8,7 +8,7 @@ it unloads the model, when the model is freed, and when a call finds that its we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -183,18 +183,18 @@ def _find_obstacle_in(module: torch.nn.Module) -> Reason | None:
     return None
 
 
-class _HeldWeights:
+class _HeldWeights(Pins):
     """The weights that core streams to a model, kept on the device for one call that is captured or replayed.
 
-    Their addresses are fixed. A fault returns a signature: if it equals the one from the layer's last use, the values
-    are there, LoRA included; otherwise core has to load them, as after a change of LoRA. Making room for one while
-    the others are pinned would evict all of them, so they are first checked to fit, without pinning any.
-    current: those with their values at the last `hold`.
+    Their addresses are fixed. Values that are not those of the layer's last use, as after a change of LoRA, core has to
+    load. Making room for one while the others are pinned would evict all of them, so they are first checked to fit,
+    without pinning any.
+    current: those with their values at the last `hold`; None where not all could be there at once.
     """
 
     def __init__(self, model: torch.nn.Module):
+        super().__init__()
         self._parts = [vars(part) for part in model.modules() if "_v" in vars(part)]
-        self._pins = Pins()
         self._loaded: list[int] = []
         self.current: frozenset[int] | None = frozenset()
 
@@ -203,41 +203,35 @@ class _HeldWeights:
         if not self._parts:
             return self.current
         self.release()
-        if self._loaded != self._sizes() and not self._fit():
-            self.current = None
+        # Without a place: a LoRA of another size, for which core has put the weights elsewhere.
+        placed = {number: state for number, state in enumerate(self._parts) if state.get("_v") is not None}
+        places, self.current = [state["_v"] for state in placed.values()], None
+        if self._loaded != _sizes_on_device(places) and not all(map(_make_room, places)):
             return None
         current = []
-        for number, state in enumerate(self._parts):
-            if state.get("_v") is None:  # a LoRA of another size: core has put its weights in place
-                continue
-            signature, is_current = self._pins.pin(state)
+        for number, state in placed.items():
+            signature, is_current = self.pin(state)
             if signature is None:
                 self.release()
-                self.current = None
                 return None
             if is_current:
                 current.append(number)
-        self.current, self._loaded = frozenset(current), self._sizes()
+        self.current, self._loaded = frozenset(current), _sizes_on_device(places)
         return self.current
 
-    def _sizes(self) -> list[int]:
-        """Bytes on the device; unchanged, all is still there."""
-        return [vbar.loaded_size() for vbar in {id(place[0]): place[0] for place in self._places()}.values()]
 
-    def _fit(self) -> bool:
-        """Make room for each in turn, as core does; True if there was enough."""
-        for vbar, address, size in self._places():
-            if vbar.fault(address, size) is None:
-                return False
-            vbar.unpin(address, size)
-        return True
+def _sizes_on_device(places: Sequence[tuple]) -> list[int]:
+    """Bytes on the device; unchanged, all is still there."""
+    return [vbar.loaded_size() for vbar in {id(vbar): vbar for vbar, _, _ in places}.values()]
 
-    def _places(self) -> Iterator[tuple]:
-        return (place for state in self._parts if (place := state.get("_v")) is not None)
 
-    def release(self) -> None:
-        """See `CaptureHost.release`."""
-        self._pins.release()
+def _make_room(place: tuple) -> bool:
+    """Make room for weights, as core does; True if there was enough."""
+    vbar, address, size = place
+    if vbar.fault(address, size) is None:
+        return False
+    vbar.unpin(address, size)
+    return True
 
 
 def _snapshot(model: torch.nn.Module) -> WeightSnapshot:

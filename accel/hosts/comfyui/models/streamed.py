@@ -82,45 +82,44 @@ def plain(module: torch.nn.Module) -> torch.nn.Module:
     if not takes_streamed_weights() and any("_v" in vars(part) for part in parts):
         raise Indescribable("weights that are streamed one by one")
     try:
-        return _Plain().of(module)
+        return _copy_without_streaming(module, {})
     except Exception as error:
         raise Indescribable(f"weights that are streamed in an unknown way ({one_line(error)})") from error
 
 
-class _Plain:
-    """Makes copies of modules that share everything except what core adds for streaming."""
+def _copy_without_streaming(module: torch.nn.Module, made: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
+    """A copy that shares everything except what core adds for streaming. made: what was copied so far, with its
+    copy."""
+    if module in made:
+        return made[module]
+    copied = made[module] = object.__new__(type(module))
+    kept = {name: value for name, value in vars(module).items() if name not in _OURS}
+    if _is_prepared(module):
+        # The class's own again, as for weights in place, but where they are cast there too (ModelComputeDtype).
+        if not kept.setdefault("comfy_force_cast_weights", False):
+            kept.pop("comfy_cast_weights", None)
+        kept["comfy_patched_weights"] = True
+        for name in _FUNCTIONS:
+            if not kept.get(name):
+                kept.pop(name, None)
+    kept["_modules"] = {
+        name: None if child is None else _copy_without_streaming(child, made) for name, child in module._modules.items()
+    }
+    kept["_parameters"] = {name: _without_values(module, name, one) for name, one in module._parameters.items()}
+    vars(copied).update(kept)
+    return copied
 
-    def __init__(self):
-        self._made: dict[torch.nn.Module, torch.nn.Module] = {}
 
-    def of(self, module: torch.nn.Module) -> torch.nn.Module:
-        if module not in self._made:
-            made = self._made[module] = object.__new__(type(module))
-            kept = {name: value for name, value in vars(module).items() if name not in _OURS}
-            if _is_prepared(module):
-                # The class's own again, as for weights in place, but where they are cast there too (ModelComputeDtype).
-                if not kept.setdefault("comfy_force_cast_weights", False):
-                    kept.pop("comfy_cast_weights", None)
-                kept["comfy_patched_weights"] = True
-                for name in _FUNCTIONS:
-                    if not kept.get(name):
-                        kept.pop(name, None)
-            kept["_modules"] = {
-                name: None if child is None else self.of(child) for name, child in module._modules.items()
-            }
-            kept["_parameters"] = {name: self._form(module, name, value) for name, value in module._parameters.items()}
-            made.__dict__.update(kept)
-        return self._made[module]
-
-    def _form(self, module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
-        if weight is not None and stored_form.is_data(type(weight)):
-            return weight  # with its attributes, and the module's code moves it
-        if weight is None or "_v" not in vars(module) or name not in ("weight", "bias"):
-            return weight
-        (form,) = stored_forms([weight])
-        if isinstance(form, torch.Tensor):  # quantised: as it is
-            return weight
-        return torch.nn.Parameter(torch.empty(form.shape, dtype=form.dtype, device="meta"), False)
+def _without_values(module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
+    """A weight that is streamed as one without values in the form that core loads; any other as it is."""
+    if weight is None or stored_form.is_data(type(weight)):
+        return weight  # with its attributes, and the module's code moves it
+    if "_v" not in vars(module) or name not in ("weight", "bias"):
+        return weight
+    (form,) = stored_forms([weight])
+    if isinstance(form, torch.Tensor):  # quantised: as it is
+        return weight
+    return torch.nn.Parameter(torch.empty(form.shape, dtype=form.dtype, device="meta"), False)
 
 
 def weights_of(region: Region) -> StreamedWeights | None:
