@@ -84,7 +84,7 @@ def graphs(card, monkeypatch, tmp_path):
             monkeypatch.setenv("ACCEL_CUDA_GRAPHS", named)
         args = None if did is ... else types.SimpleNamespace(args=types.SimpleNamespace(cpu=False, accel_allocator=did))
         monkeypatch.setitem(sys.modules, "comfy.cli_args", args)
-        monkeypatch.setattr(doctor.allocator, "_kept", lambda: Settings(cuda_graphs=kept))
+        monkeypatch.setattr(doctor.allocator.preferences, "current", lambda: Settings(cuda_graphs=kept))
         return told()["CUDA graphs"]
 
     return said

@@ -1,8 +1,6 @@
 """Where the store is: what the environment says, what a person has set, and which ComfyUI it is of."""
 
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.settings import Settings
-from comfy_accel.accel.hosts.comfyui import home as comfyui_home
 from comfy_accel.accel.store import graph_store, location
 from comfy_accel.accel.store.graph_store import GraphStore
 from kit.stores import load, reasons, save
@@ -93,30 +90,11 @@ def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path):
     assert all("preferences.json is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_pack_outside_of_comfyuis_process_finds_its_comfyui(tmp_path, linked):
-    pack, user = tmp_path / "ComfyUI" / "custom_nodes" / "pack", tmp_path / "ComfyUI" / "user"
-    pack.parent.mkdir(parents=True)
-    user.mkdir()
-    if linked:
-        pack.symlink_to(ROOT)
-    else:
-        shutil.copytree(ROOT / "accel", pack / "accel", ignore=shutil.ignore_patterns("__pycache__"))
-    script = "from accel.hosts.comfyui.home import find; print(find())"
-    environment = {**os.environ, "PWD": str(pack)}  # as a shell does
-    found = subprocess.check_output([sys.executable, "-c", script], cwd=pack, env=environment, text=True)
-    assert found.strip() == str(user / "__accel")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="as the folder is found on Linux")
 def test_programs_that_are_not_comfyui_keep_graphs_among_what_this_person_can_do_without(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     home = location.personal_home()
     assert home == tmp_path / "cache" / "comfy-accel" and not home.exists()
-    monkeypatch.chdir(tmp_path)
-    assert comfyui_home.find() is None
-    home.mkdir(parents=True)
-    assert comfyui_home.find() == home
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # is to be ignored, says its specification
     monkeypatch.setenv("HOME", str(tmp_path))
     assert location.personal_home() == tmp_path / ".cache" / "comfy-accel"

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from ....core import settings
 from ....core.reasons import Reason
-from ....core.settings import ASK, OFF, ON, Settings
+from ....core.settings import ASK, OFF, ON
 from .. import preferences
-from ..home import find
 
 VARIABLE = "ACCEL_CUDA_GRAPHS"
 """Set to "on" or "off", or a word for these, it counts in place of the setting; `prestartup_script.py` has them too."""
@@ -34,9 +32,9 @@ def state() -> Reason:
     args = getattr(sys.modules.get("comfy.cli_args"), "args", None)
     if not torch.cuda.is_available() or torch.version.hip is not None or getattr(args, "cpu", False):
         return Reason("graphs_nowhere")
-    is_wanted = _wanted() == ON
     if args is None:  # not in ComfyUI's process
         return Reason("graphs_unknown")
+    is_wanted = _wanted() == ON
     script_said = getattr(args, "accel_allocator", None)
     if torch.cuda.get_allocator_backend() == "native":
         if script_said != "native":
@@ -58,14 +56,4 @@ def as_json() -> dict[str, Any]:
 
 
 def _wanted() -> str:
-    return named() or _kept().cuda_graphs
-
-
-def _kept() -> Settings:
-    if "folder_paths" in sys.modules:
-        return preferences.current()
-    home = find()
-    try:
-        return Settings() if home is None else settings.read(home)
-    except OSError:
-        return Settings()
+    return named() or preferences.current().cuda_graphs
