@@ -150,8 +150,7 @@ class StreamedWeights:
         self._taken: Sequence[torch.Tensor] | None = None
         self._refusal: Reason | None = None
         self._pins = Pins()
-        # With what `release` calls: looked up before anything is held, a core without it makes taking fail.
-        self._brought: list[tuple] = []
+        self._brought: list[torch.nn.Module] = []
         self._stream: Any = None
         self._current: Any = None
 
@@ -170,10 +169,10 @@ class StreamedWeights:
             if self._stream is not None:
                 last_first.callback(self._stream.wait_stream, self._current)
             last_first.callback(self._pins.release)
-            for part, clear in self._brought:
+            for part in self._brought:
                 last_first.callback(vars(part).pop, "_prefetch", None)
-                for clear_prepared in clear:
-                    last_first.callback(clear_prepared)
+                for patch in _prepared(part):
+                    last_first.callback(patch.clear_prepared)
             self._stream, self._brought = None, []
 
     def _try(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -218,7 +217,7 @@ class StreamedWeights:
             raise RunEagerly(Reason("weights_too_large", megabytes=buffered >> 20))
         if fresh:
             parts = [part for part, _ in fresh]
-            self._brought.extend([(part, [patch.clear_prepared for patch in _prepared(part)]) for part in parts])
+            self._brought.extend(parts)
             self._current = comfy.model_management.current_stream(device)
             with _faulted(fresh):
                 self._stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
@@ -245,19 +244,18 @@ class Pins:
         """Pin the place of a layer with these attributes: what its pages hold, and whether that is what core's last use
         of the layer left there, LoRA included. None and False where memory is short, and nothing is pinned."""
         vbar, address, size = state["_v"]
-        # With what `release` calls: a core without it fails here, before anything is held.
-        unpin, signature = vbar.unpin, vbar.fault(address, size)
+        signature = vbar.fault(address, size)
         if signature is None:
             return None, False
-        self._pinned.append((unpin, address, size))
+        self._pinned.append((vbar, address, size))
         known = state.get("_v_signature")
         return signature, known is not None and bytes(signature) == bytes(known)
 
     def release(self) -> None:
         """Each is released, whatever the release of another raises."""
         with ExitStack() as each:
-            for unpin, address, size in self._pinned:
-                each.callback(unpin, address, size)
+            for vbar, address, size in self._pinned:
+                each.callback(vbar.unpin, address, size)
             self._pinned = []
 
 
