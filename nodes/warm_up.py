@@ -42,12 +42,7 @@ class AccelWarmUpGraphs(io.ComfyNode):
                         "Sizes in pixels, width x height, with commas or line breaks between them: 1024x1024, 720x960."
                     ),
                 ),
-                make_input(
-                    io.String,
-                    "batches",
-                    default="1",
-                    tooltip="Batch sizes, with commas between them: 1, 4.",
-                ),
+                make_input(io.String, "batches", default="1", tooltip="Batch sizes, with commas between them: 1, 4."),
                 make_input(
                     io.String,
                     "prompt_lengths",
