@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from .. import attention, preferences, weight_patches  # noqa: F401 the last is 
 from ..home import running_home
 from ..recording import unrecorded_context
 from ..running_prompt import CompileProgress, find_upstream_node
-from ..sizes.shape_errors import sizes_explained
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
 from ..versions import is_split_over_devices, put_wrappers
 from . import streamed
@@ -100,21 +99,17 @@ def _wrap_sampling(
     }
 
     def sample_in_run(executor, *args, **kwargs):
-        options = executor.class_obj.model_options.setdefault("transformer_options", {})
         node_id = find_upstream_node(made_by, "MODEL")
-        with run_events(executor, args, compiling={**described, "node": node_id}), ExitStack() as stack:
-            lease = stack.enter_context(cache.lease())
-            run, is_finished = Run(settings, cache, lease, node_id, graphs and _may_have_graphs(cache)), False
-            options[KEY] = run
+        with run_events(executor, args, KEY, compiling={**described, "node": node_id}) as options:
+            lease, is_finished = cache.begin_lease(), False
+            run = options[KEY] = Run(settings, cache, lease, node_id, graphs and _may_have_graphs(cache))
             try:
-                with sizes_explained(executor, args):
-                    out = executor(*args, **kwargs)
+                out = executor(*args, **kwargs)
                 is_finished = True
                 return out
             finally:
-                options.pop(KEY, None)
                 lease.uses = uses(executor, args, sorted(run.lengths))
-                stack.close()
+                cache.end_lease(lease)
                 run.emit_totals(is_finished)
 
     return sample_in_run

@@ -19,7 +19,6 @@ from ....step_cache.config import DeepCacheSettings
 from ....step_cache.noise_levels import angle
 from ....step_cache.run import DeepCacheRun
 from ..running_prompt import find_upstream_node
-from ..sizes.shape_errors import sizes_explained
 from ..versions import put_wrappers
 from ..words import advised
 from .options import CORE_CACHE, WARMS_UP
@@ -52,21 +51,16 @@ def apply_deep_cache(
 def _wrap_sampling(settings: DeepCacheSettings, made_by: str | None, choices: dict[str, Any]) -> Callable[..., Any]:
     def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run, from loading the model to its last step."""
-        # The guider's model_options belong to this run; core copies them, with our state by reference.
-        options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        before = {KEY: options[KEY]} if KEY in options else {}
         mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
-        sampling = options[KEY] = _Sampling(settings, args[2] if len(args) > 2 else None, mask is not None)
+        sampling = _Sampling(settings, args[2] if len(args) > 2 else None, mask is not None)
         node_id = find_upstream_node(made_by, "MODEL", **choices)
-        with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
+        with run_events(executor, args, KEY, caching={**asdict(settings), "node": node_id}) as options:
+            options[KEY] = sampling
             try:
-                with sizes_explained(executor, args):
-                    out = executor(*sampling.showing(args), **kwargs)
+                out = executor(*sampling.showing(args), **kwargs)
                 sampling.is_quiet = bool(options.get(WARMS_UP))
                 return out
             finally:
-                del options[KEY]
-                options.update(before)
                 sampling.end()
 
     return sample_in_run

@@ -13,30 +13,38 @@ from ....core.events import emit, log
 from .. import preferences
 from ..running_prompt import running_prompt, steps_shown
 from ..sizes.model_sizes import family_name, latent_layout
+from ..sizes.shape_errors import sizes_explained
 from .options import INTERRUPTS
 
 
 @contextmanager
-def run_events(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterator[None]:
-    """Emit "run_start" and "run_end" around a call of an OUTER_SAMPLE wrapper.
+def run_events(executor: Any, arguments: Sequence[Any], key: str, **facts: Any) -> Iterator[dict[str, Any]]:
+    """Emit "run_start" and "run_end" around a call of an OUTER_SAMPLE wrapper, and explain sizes that do not fit.
 
     Several wrappers around one sampler describe the same run together.
 
     arguments: of the call, core's (noise, latent_image, sampler, sigmas, ...). facts: fields of `run_record.Run`.
+    Yields the transformer_options of the run; what they have under `key` is taken back at its end.
     """
     preferences.current()  # puts the log's verbosity into force
-    owner = id(executor.class_obj)
-    emit("run_start", owner=owner, **_described(executor, arguments), **facts)
+    guider = executor.class_obj
+    # The guider's model_options belong to this run; core copies them, with our state by reference.
+    options = guider.model_options.setdefault("transformer_options", {})
+    before = {key: options[key]} if key in options else {}
+    emit("run_start", owner=id(guider), **_described(executor, arguments), **facts)
     failed, steps_done = True, None
     try:
-        yield
+        with sizes_explained(executor, arguments):
+            yield options
         failed = False
     except INTERRUPTS:
         steps_done = steps_shown()
         raise
     finally:
-        share = _loaded_share(executor.class_obj)
-        emit("run_end", owner=owner, failed=failed, steps_done=steps_done, loaded_share=share)
+        options.pop(key, None)
+        options.update(before)
+        share = _loaded_share(guider)
+        emit("run_end", owner=id(guider), failed=failed, steps_done=steps_done, loaded_share=share)
 
 
 def sampling_begins(executor: Any, *args: Any, **kwargs: Any) -> Any:
