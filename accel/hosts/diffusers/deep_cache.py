@@ -22,7 +22,7 @@ from ...step_cache.config import DeepCacheSettings
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.run import DeepCacheRun
 from .denoising_loop import around_loops
-from .predictions import around_steps, denoised, facts_of, follows_of, noisy, share_of
+from .predictions import around_steps, denoised_of, facts_of, noisy, output_of
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -179,11 +179,11 @@ class _Image:
             run.count(is_skipped=True)
             return None
         if corrected is None:
-            prediction = denoised(scheduler, output, timestep, sample, angle)
+            prediction = denoised_of(scheduler, output, latent, angle)
             corrected = run.end(latent, prediction)
             if corrected is prediction:
                 return None
-        return ((corrected - follows_of(scheduler, angle) * latent) / share_of(scheduler, angle)).to(output.dtype)
+        return output_of(scheduler, corrected, latent, angle).to(output.dtype)
 
     def after_step(self, result: Any) -> None:
         """After the scheduler's step, with what it returned."""

@@ -18,21 +18,10 @@ from .replaced_method import replaced_method
 from .schedule import PipelineSchedule, is_flow
 
 
-def denoised(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
-    """The denoised latent [B, ...] in float32 that `output` stands for.
-
-    output, timestep, sample: as `scheduler.step` gets them. angle: the noise level (`noise_levels.angle`).
-
-    Raises ValueError for a prediction of a kind that is not known.
-    """
-    seen = noisy(scheduler, timestep, sample, angle)
-    return follows_of(scheduler, angle) * seen + share_of(scheduler, angle) * output.float()
-
-
 def noisy(scheduler: Any, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
     """The noisy latent [B, ...] in float32, in which the image has its own size, or its share of it with a flow.
 
-    Arguments as for `denoised`.
+    timestep, sample: as `scheduler.step` gets them. angle: the noise level (`noise_levels.angle`).
     """
     if _kind(scheduler) == "flow_prediction":
         return sample.float()
@@ -40,27 +29,38 @@ def noisy(scheduler: Any, timestep: Any, sample: torch.Tensor, angle: float) -> 
     return scheduler.scale_model_input(sample, timestep).float() / math.cos(angle)
 
 
-def share_of(scheduler: Any, angle: float) -> float:
-    """By how much the denoised latent changes where what the model returns changes by 1.
+def denoised_of(scheduler: Any, output: torch.Tensor, latent: torch.Tensor, angle: float) -> torch.Tensor:
+    """The denoised latent in float32 that the model's `output` for this noisy one stands for."""
+    of_latent, of_output = shares(scheduler, angle)
+    return of_latent * latent + of_output * output.float()
+
+
+def output_of(scheduler: Any, denoised: torch.Tensor, latent: torch.Tensor, angle: float) -> torch.Tensor:
+    """What the model would return for this noisy latent to stand for the denoised one."""
+    of_latent, of_output = shares(scheduler, angle)
+    return (denoised - of_latent * latent) / of_output
+
+
+def shares(scheduler: Any, angle: float) -> tuple[float, float]:
+    """By how much the denoised latent changes where the noisy one does, and where what the model returns does.
 
     Raises ValueError for a prediction of a kind that is not known.
     """
     cosine, sine, kind = math.cos(angle), math.sin(angle), _kind(scheduler)
-    # Cosmos' flow is at noise levels that are ratios to the image.
-    shares = {"flow_prediction": -sine / (sine + cosine if is_flow(scheduler) else cosine), "epsilon": -sine / cosine}
-    shares |= {"v_prediction": -sine, "sample": 1.0}
-    if kind not in shares:
+    known = {
+        # Cosmos' flow is at noise levels that are ratios to the image.
+        "flow_prediction": (1.0, -sine / (sine + cosine if is_flow(scheduler) else cosine)),
+        "epsilon": (1.0, -sine / cosine),
+        "v_prediction": (cosine**2, -sine),
+        "sample": (0.0, 1.0),
+    }
+    if kind not in known:
         raise ValueError(f"its scheduler predicts {kind}")
-    return shares[kind]
+    return known[kind]
 
 
 def _kind(scheduler: Any) -> str:
     return getattr(scheduler.config, "prediction_type", "flow_prediction")
-
-
-def follows_of(scheduler: Any, angle: float) -> float:
-    """By how much the denoised latent moves with the latent where what the model returns does not."""
-    return {"v_prediction": math.cos(angle) ** 2, "sample": 0.0}.get(_kind(scheduler), 1.0)
 
 
 def facts_of(schedule: PipelineSchedule, place: int) -> SamplerFacts:
@@ -77,7 +77,7 @@ def facts_of(schedule: PipelineSchedule, place: int) -> SamplerFacts:
             level = level_of[float(timestep)]
             angle = angle_of(level, schedule.is_flow)
             seen = noisy(scheduler, timestep, latent, angle)
-            output = (predict(seen, level) - follows_of(scheduler, angle) * seen) / share_of(scheduler, angle)
+            output = output_of(scheduler, predict(seen, level), seen, angle)
             latent = scheduler.step(output, timestep, latent, return_dict=False)[0]
         return latent
 
