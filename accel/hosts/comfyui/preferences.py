@@ -81,17 +81,12 @@ def change(requested: dict[str, Any]) -> None:
 
 def state() -> dict[str, Any]:
     """All of `NAMES`, as JSON. store_mb: None where nothing is saved on disk, or the setting cannot be read."""
-    return {**asdict(current()), "store_mb": store_mb()}
-
-
-def store_mb() -> int | None:
-    """Disk space for saved graphs, MB; None as in `state`."""
-    if shared.store is None and location.is_off():
-        return None
+    is_saved = shared.store is not None or not location.is_off()
     try:
-        return location.max_bytes(running_home()) >> 20
+        store_mb = location.max_bytes(running_home()) >> 20 if is_saved else None
     except OSError:
-        return None
+        store_mb = None
+    return {**asdict(current()), "store_mb": store_mb}
 
 
 def _set_budget(chosen: Settings) -> None:

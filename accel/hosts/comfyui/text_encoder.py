@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from .home import running_home
 from .models.accelerate import NetworkRun
 from .models.streamed import clone_for_compiling, stays_in_place
 from .running_prompt import find_upstream_node
-from .views import as_view
+from .views import Around, as_view
 
 
 def accelerate_clip(
@@ -43,40 +42,33 @@ def accelerate_clip(
     if stays_in_place(view.patcher, cache):
         view.patcher = clone_for_compiling(view.patcher, cache)
         view.cond_stage_model = view.patcher.model
-    return as_view(view, ("encode",), _Encoding(settings, cache, made_by))
+    return as_view(view, ("encode",), _compile_encoders(settings, cache, made_by))
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """The calls of one CLIP and its clones."""
+def _compile_encoders(settings: CompileSettings, cache: GraphCache, made_by: str | None) -> Around:
+    """What makes the context for a call of one CLIP and its clones; a function, which their deep copies share."""
 
-    settings: CompileSettings
-    cache: GraphCache
-    made_by: str | None
+    def encode(model: torch.nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        """A call of one encoder with its blocks compiled; only now are its weights in place."""
+        if kwargs.get("past_key_values") is not None:  # written word by word: a look-up each costs more
+            return inner(*args, **kwargs)
+        name, given = type(model).__name__, kwargs.get("embeds")
+        if is_compiled(model):
+            fallbacks.note(name, Reason("compiled_already"))
+            return inner(*args, **kwargs)
+        with cache.lease() as lease:
+            if isinstance(given, torch.Tensor) and given.ndim == 3:
+                lease.uses = (Use(name, (), given.shape[0], given.shape[1]),)
+            run = NetworkRun(model, settings, cache, lease, find_upstream_node(made_by, "CLIP"))
+            out = run.call(inner, *args, **kwargs)
+            run.end()
+            return out
 
-    def __deepcopy__(self, memo: dict) -> _Encoding:
-        return self
-
-    def __call__(self, clip: Any) -> AbstractContextManager:
+    def around(clip: Any) -> AbstractContextManager:
         models = [getattr(part, "transformer", None) for part in clip.cond_stage_model.modules()]
         models = [model for model in models if isinstance(model, torch.nn.Module)]
         if not models:
             fallbacks.note(type(clip.cond_stage_model).__name__, Reason("no_blocks"))
-        return substituted({model: functools.partial(self._encode, model) for model in models}, Order.CACHED)
+        return substituted({model: functools.partial(encode, model) for model in models}, Order.CACHED)
 
-    def _encode(self, model: torch.nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        """A call of one encoder with its blocks compiled; only now are its weights in place."""
-        if kwargs.get("past_key_values") is not None:  # written word by word: a look-up each costs more
-            return inner(*args, **kwargs)
-        name = type(model).__name__
-        if is_compiled(model):
-            fallbacks.note(name, Reason("compiled_already"))
-            return inner(*args, **kwargs)
-        with self.cache.lease() as lease:
-            given = kwargs.get("embeds")
-            if isinstance(given, torch.Tensor) and given.ndim == 3:
-                lease.uses = (Use(name, (), given.shape[0], given.shape[1]),)
-            run = NetworkRun(model, self.settings, self.cache, lease, find_upstream_node(self.made_by, "CLIP"))
-            out = run.call(inner, *args, **kwargs)
-            run.end()
-            return out
+    return around

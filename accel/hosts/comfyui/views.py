@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 Around = Callable[[Any], AbstractContextManager]
-"""Makes the context for one call of a view. Deep copies of the view have a deep copy of it."""
+"""Makes the context for one call of a view."""
 
 _VAE_CALLS = ("decode", "encode")
 """Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""

@@ -25,8 +25,6 @@ _FIRST, _LAST = 1 << 62, -1
 _SHARE = 8
 """One part in this many of a device's memory is for captures, unless the user has set a budget."""
 
-_LoadedModel: Any = getattr(comfy.model_management, "LoadedModel", object)
-
 
 class CapturedCalls(torch.nn.Module):
     """The model of our entry; core's log shows this class name. Keeps neither the cache nor any model alive."""
@@ -79,7 +77,7 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
         return self.model
 
 
-class _Loaded(_LoadedModel):
+class _Loaded(comfy.model_management.LoadedModel):
     """Core's list entry."""
 
     def model_offloaded_memory(self) -> int:

@@ -6,7 +6,6 @@ Read from the model's structure, so that unknown families work too. `model` is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,8 @@ def model_multiple(model: Any) -> int:
     network = model.get_model_object("diffusion_model")
     if hasattr(network, "input_blocks"):
         # Strided convolutions, or pooling.
-        halvings = sum(any(stride > 1 for stride in _strides(block)) for block in network.input_blocks)
+        strides = [[getattr(part, "stride", 1) for part in block.modules()] for block in network.input_blocks]
+        halvings = sum(any((one[-1] if isinstance(one, tuple) else one) > 1 for one in each) for each in strides)
         return safe_multiple(scale, downsamplings=halvings)
     patch = _patch_size(network)
     return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
@@ -74,12 +74,6 @@ def family_name(model: Any) -> str:
     base = getattr(model, "model", None)
     config = getattr(base, "model_config", None)
     return type(getattr(base, "diffusion_model", base) if config is None else config).__name__
-
-
-def _strides(block: Any) -> Iterator[int]:
-    for module in block.modules():
-        stride = getattr(module, "stride", 1)
-        yield stride[-1] if isinstance(stride, tuple) else stride
 
 
 def _patch_size(network: Any) -> int | None:

@@ -58,8 +58,13 @@ def snap_inputs(
         if model is None:
             layout = LatentLayout(scale=latent.get("downscale_ratio_spacial", layout.scale))
         asked = latent_size(latent, layout.scale)
-    else:
-        _check_range(asked)  # a linked side is only known now
+    elif not all(SMALLEST <= side <= LARGEST for side in (asked.width, asked.height)):  # of a linked side
+        nearest = Size(*(min(max(side, SMALLEST), LARGEST) for side in (asked.width, asked.height)))
+        wrong = "width" if asked.width != nearest.width else "height"
+        raise ValueError(
+            f"{wrong} is {getattr(asked, wrong)}; it must be from {SMALLEST} to {LARGEST} pixels. "
+            f"The nearest valid size is {nearest}."
+        )
     size = snap(asked, math.lcm(SAFE_FOR_ANY_UNET, layout.scale) if model is None else model_multiple(model))
     return Snapped(
         asked,
@@ -115,13 +120,3 @@ def resize_image(image: torch.Tensor, size: Size) -> torch.Tensor:
     # Core's way to resize images; it works on 8 bits a channel.
     resized = comfy.utils.common_upscale(image.movedim(-1, 1), size.width, size.height, "lanczos", "disabled")
     return resized.movedim(1, -1).contiguous()
-
-
-def _check_range(asked: Size) -> None:
-    for name, value in (("width", asked.width), ("height", asked.height)):
-        if not SMALLEST <= value <= LARGEST:
-            nearest = Size(*(min(max(side, SMALLEST), LARGEST) for side in (asked.width, asked.height)))
-            raise ValueError(
-                f"{name} is {value}; it must be from {SMALLEST} to {LARGEST} pixels. The nearest valid size is"
-                f" {nearest}."
-            )
