@@ -150,16 +150,13 @@ class RunRecords:
         account = run.account((run.compiling or {}).get("node"))
         self._owed[run.model] += account.paid - (account.saved or 0.0)
         run.owed = {run.model: self._owed[run.model]}
-        self._keep(run)
-        return run
-
-    def _keep(self, run: Run) -> None:
         is_next = run.prompt is not None and self._last is not None and self._last.prompt == run.prompt
         before = self._by_node if is_next else {}
         now = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
         self._by_node = {**before, **now}
         run.lines = {node: line for node, whole in now.items() if (line := line_of(whole, node))}
         self._last = self._last.with_next(run) if is_next else run
+        return run
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,13 +76,8 @@ def take_away(model: torch.nn.Module, owner: object | None = None) -> None:
         del model.__dict__[_SLOT]
 
 
-def placed(models: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, ComponentCall]:
-    """The models among these that have a `ComponentCall`, each with it."""
-    return {model: call for model in models if (call := call_of(model)) is not None}
-
-
 def place_again(calls: Mapping[torch.nn.Module, ComponentCall]) -> None:
-    """Give models back the calls that they had (`placed`), where nothing has come in their place."""
+    """Give models back the calls that they had, where nothing has come in their place."""
     for model, call in calls.items():
         if _SLOT not in model.__dict__:
             model.__dict__[_SLOT] = call

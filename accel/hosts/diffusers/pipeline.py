@@ -117,7 +117,8 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     On exit, the pipeline is as it was, with its earlier acceleration if it had one.
     """
     before = _acceleration_of(pipe)
-    placed = component_call.placed(components(pipe).values())  # by another pipeline with the same models too
+    # By another pipeline with the same models too.
+    placed = {model: call for model in components(pipe).values() if (call := component_call.call_of(model)) is not None}
     try:
         yield accelerate_pipeline(pipe, *args, **kwargs)
     finally:
