@@ -107,7 +107,7 @@ class GraphCache:
             return entry, self._make(entry, compile_graph, lease, action) if graph is None else graph
 
     def statistics(self) -> dict[str, Any]:
-        """Totals. Seconds, bytes, counts. The entries themselves: `report.cache_table`."""
+        """Totals. Seconds, bytes, counts. The entries themselves: `entries`."""
         with self._lock:
             entries = list(self._entries.values())
             limits = {"max_entries": self._max_entries, "max_bytes": self.max_bytes}

@@ -19,8 +19,8 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.running_prompt import CompileProgress
 from comfy_accel.accel.hosts.comfyui.server import panel, report
+from comfy_accel.accel.hosts.comfyui.server.panel import cache_table
 from comfy_accel.accel.report import log as report_log
-from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes.report import AccelReport
 from kit import tiny_models

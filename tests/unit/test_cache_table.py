@@ -8,7 +8,7 @@ from comfy_accel.accel.cache.entry import Entry, Use
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
-from comfy_accel.accel.report.cache_table import cache_table
+from comfy_accel.accel.hosts.comfyui.server.panel import cache_table
 from comfy_accel.accel.signature.tensors import TensorSpec
 
 MANY = 5000

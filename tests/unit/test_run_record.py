@@ -12,8 +12,8 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.hosts.comfyui.server.panel import cache_table
 from comfy_accel.accel.report.account import Saving
-from comfy_accel.accel.report.cache_table import cache_table
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
 
