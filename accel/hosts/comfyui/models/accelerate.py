@@ -78,8 +78,11 @@ def accelerate(
         from . import capture
 
         capture.attach(cache, patched)
+    shapes = "any size" if settings.any_size else "exact size"
+    compiling = {"backend": settings.backend, "shapes": shapes, "check_gain": settings.measured}
+    compiling |= {"graphs": graphs, "quality": quality}
     wrappers = {
-        WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, cache, made_by, graphs, quality),
+        WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, cache, made_by, compiling),
         WrappersMP.SAMPLER_SAMPLE: sampling_begins,
         WrappersMP.APPLY_MODEL: _wrap_model_call(settings, cache),
     }
@@ -87,22 +90,13 @@ def accelerate(
     return patched
 
 
-def _wrap_sampling(
-    settings: CompileSettings, cache: GraphCache, made_by: str | None, graphs: bool, quality: str | None
-):
-    described = {
-        "backend": settings.backend,
-        "shapes": "any size" if settings.any_size else "exact size",
-        "check_gain": settings.measured,
-        "graphs": graphs,
-        "quality": quality,
-    }
-
+def _wrap_sampling(settings: CompileSettings, cache: GraphCache, made_by: str | None, compiling: dict[str, Any]):
     def sample_in_run(executor, *args, **kwargs):
         node_id = find_upstream_node(made_by, "MODEL")
-        with run_events(executor, args, KEY, compiling={**described, "node": node_id}) as options:
+        with run_events(executor, args, KEY, compiling={**compiling, "node": node_id}) as options:
             lease, is_finished = cache.begin_lease(), False
-            run = options[KEY] = Run(settings, cache, lease, node_id, graphs and _may_have_graphs(cache))
+            graphs = compiling["graphs"] and _may_have_graphs(cache)
+            run = options[KEY] = Run(settings, cache, lease, node_id, graphs)
             try:
                 out = executor(*args, **kwargs)
                 is_finished = True

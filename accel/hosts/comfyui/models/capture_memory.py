@@ -62,8 +62,7 @@ class _Patcher(comfy.model_patcher.ModelPatcher):
     def model_size(self) -> int:
         return self.model.nbytes()
 
-    def loaded_size(self) -> int:
-        return self.model.nbytes()
+    loaded_size = model_size
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, **options: Any) -> int:
         return 0
