@@ -20,7 +20,7 @@ from ...modules.substitution import Order, substituted
 from ...store.graph_store import attach
 from .home import running_home
 from .models.accelerate import NetworkRun
-from .models.streamed import clone_for_compiling, stays_in_place
+from .models.streamed import clone_for_compiling
 from .running_prompt import find_upstream_node
 from .views import Around, as_view
 
@@ -39,9 +39,9 @@ def accelerate_clip(
         return clip
     attach(cache, running_home)
     view = clip.clone()
-    if stays_in_place(view.patcher, cache):
-        view.patcher = clone_for_compiling(view.patcher, cache)
-        view.cond_stage_model = view.patcher.model
+    patcher = clone_for_compiling(view.patcher, cache)
+    if patcher.model is not view.patcher.model:  # loaded once more, for its weights to stay in place
+        view.patcher, view.cond_stage_model = patcher, patcher.model
     return as_view(view, ("encode",), _compile_encoders(settings, cache, made_by))
 
 

@@ -48,26 +48,18 @@ _FUNCTIONS = ("weight_function", "bias_function")
 """Attributes for functions applied to a weight at each use. An extension's layer without a bias may lack the second."""
 
 
-def stays_in_place(model: Any, cache: GraphCache) -> bool:
-    """Whether weights of a ModelPatcher or a VAE that core would stream stay in place instead.
-
-    They do if the person set so, or if this core cannot load the weights of a whole block at once.
-    """
-    if not is_dynamic(model):
-        return False
-    return not takes_streamed_weights() or (cache is shared and preferences.current().weights_in_place)
-
-
 def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
     """A clone of a ModelPatcher whose blocks can be compiled.
 
-    If its weights are to stay in place but core cannot load the model again, they are streamed, and the log says so.
+    Weights that core would stream stay in place if the person set so, or if this core cannot load a whole block's at
+    once. If it cannot load the model again for that, they are streamed, and the log says so.
     """
-    if stays_in_place(model, cache):
+    is_followed = takes_streamed_weights()
+    if is_dynamic(model) and (not is_followed or cache is shared and preferences.current().weights_in_place):
         try:
             return clone_in_place(model)
         except Exception as reason:  # not loaded from a file, the file is gone, or its loader cannot do it
-            effect = "" if takes_streamed_weights() else ", and its blocks may run uncompiled"
+            effect = "" if is_followed else ", and its blocks may run uncompiled"
             log.warning("The weights of this %s stay streamed%s: %s", type(model.model).__name__, effect, reason)
     return model.clone()
 
