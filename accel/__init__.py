@@ -13,12 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .hosts.diffusers.module import accelerate_module as accelerate_module
-    from .hosts.diffusers.module import one_run as one_run
-    from .hosts.diffusers.module import restore_module as restore_module
+    from .hosts.diffusers.pipeline import accelerate_module as accelerate_module
     from .hosts.diffusers.pipeline import accelerate_pipeline as accelerate_pipeline
     from .hosts.diffusers.pipeline import accelerated as accelerated
+    from .hosts.diffusers.pipeline import one_run as one_run
     from .hosts.diffusers.pipeline import restore as restore
+    from .hosts.diffusers.pipeline import restore_module as restore_module
     from .hosts.diffusers.warm_up import warm_up as warm_up
     from .step_cache.config import DeepCacheSettings as DeepCacheSettings
 
@@ -26,12 +26,12 @@ __version__ = "0.2.0"
 
 _FROM = {
     "DeepCacheSettings": "step_cache.config",
-    "accelerate_module": "hosts.diffusers.module",
+    "accelerate_module": "hosts.diffusers.pipeline",
     "accelerate_pipeline": "hosts.diffusers.pipeline",
     "accelerated": "hosts.diffusers.pipeline",
-    "one_run": "hosts.diffusers.module",
+    "one_run": "hosts.diffusers.pipeline",
     "restore": "hosts.diffusers.pipeline",
-    "restore_module": "hosts.diffusers.module",
+    "restore_module": "hosts.diffusers.pipeline",
     "warm_up": "hosts.diffusers.warm_up",
 }
 """Public name → the module that defines it."""

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from comfy_accel.accel.hosts.diffusers import module as host
+from comfy_accel.accel.hosts.diffusers import pipeline as host
 from torch import nn
 
 

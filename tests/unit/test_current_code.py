@@ -12,7 +12,7 @@ from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
 from comfy_accel.accel.fingerprint.survey import KeptSurveys, survey
-from comfy_accel.accel.hosts.diffusers import module as module_host
+from comfy_accel.accel.hosts.diffusers import pipeline as module_host
 from comfy_accel.accel.hosts.diffusers.component_call import call_of
 from comfy_accel.accel.modules.substitution import Order, Substitution
 from kit import code_swaps

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from comfy_accel.accel.hosts.diffusers import module as host
+from comfy_accel.accel.hosts.diffusers import pipeline as host
 from comfy_accel.accel.signature.tree_spec import UnsupportedArgument, flatten, functions_in, rebuild
 from comfy_accel.accel.store.key import key_digest
 from kit.blocks import reasons

@@ -16,7 +16,6 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.fingerprint.code_facts import may_keep
-from comfy_accel.accel.hosts.diffusers import module as host
 from comfy_accel.accel.hosts.diffusers import pipeline, runs
 from kit.blocks import reasons
 from kit.thorough import thorough_except, tuples_except
@@ -154,7 +153,7 @@ def check(way, cache, monkeypatch, put=by_class, shapes=((1, 5, 4), (2, 5, 4), (
             patch.setattr(Layer, "calls", 0, raising=False)
             put(patch, model, getattr(pack, way))
             if is_compiled:
-                host.accelerate_module(model, backend="eager")
+                pipeline.accelerate_module(model, backend="eager")
             made = images(model, shapes)
             counts = [(part.__dict__.get("calls"), hasattr(part, "kept")) for part in model.modules()], Layer.calls
             got.append((made, state(pack, {}), counts))

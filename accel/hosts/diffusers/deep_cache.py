@@ -21,8 +21,8 @@ from ...report.run import Skipping
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.run import DeepCacheRun
-from .denoising_loop import around_loops
 from .predictions import around_steps, denoised_of, facts_of, noisy, output_of
+from .replaced_method import around_loops
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")

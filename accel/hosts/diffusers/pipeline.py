@@ -1,4 +1,5 @@
-"""`accelerate_pipeline` and its undoing: the repeated blocks of a pipeline's models run compiled, in place."""
+"""`accelerate_pipeline`, `accelerate_module` and their undoing: the repeated blocks of a pipeline's models, or of any
+model for packs and scripts with samplers of their own, run compiled, in place."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from ...store.location import personal_home
 from . import component_call
 from .components import chosen, components, without_weights
 from .deep_cache import deep_cache as deep_cache_of
-from .denoising_loop import around_loops
+from .replaced_method import around_loops
 from .runs import new_run
 
 SHAPES = ANY, EXACT = ("any", "exact")
@@ -126,6 +127,42 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if before is not None:
             before.begin()
         component_call.place_again(placed)
+
+
+def accelerate_module(module: torch.nn.Module, backend: str = DEFAULT, *, measured: bool | None = None) -> Any:
+    """The module itself, whose repeated blocks run compiled until `restore_module(module)`, for every size and batch.
+
+    It is called as before, by `module(...)`; a call of `module.forward` is not accelerated. Nothing of it is replaced,
+    so it may be moved, loaded anew or given a LoRA meanwhile. What cannot run compiled runs as it is, and the log says
+    why once.
+
+    backend, measured: as for `accelerate_pipeline`.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: another backend than there are, or somebody else compiles the module as a whole.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not a {type(module).__name__}")
+    settings = compile_settings(backend, measured=measured)
+    begin_use()
+    if not component_call.place(module, settings, None):
+        raise ValueError(f"{type(module).__name__} is compiled as a whole already: leave that out.")
+    return module
+
+
+def restore_module(module: torch.nn.Module) -> Any:
+    """The module as it was before `accelerate_module`."""
+    component_call.take_away(module)
+    return module
+
+
+@contextmanager
+def one_run() -> Iterator[None]:
+    """A context around a sampler's loop: calls in it share what is looked up once a run, and its graphs stay in memory
+    until the end."""
+    with new_run():
+        yield
 
 
 @dataclass(eq=False)
