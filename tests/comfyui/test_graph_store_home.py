@@ -16,8 +16,8 @@ import torch
 from comfy_accel.accel.cache.graph_cache import shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.fingerprint.survey import survey
-from comfy_accel.accel.hosts.comfyui.home import running_home
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.preferences import running_home
 from comfy_accel.accel.hosts.comfyui.tracing import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location
 from kit import tiny_models

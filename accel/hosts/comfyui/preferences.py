@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from ...cache.graph_cache import shared
@@ -16,13 +17,22 @@ from ...core.events import log
 from ...core.settings import Settings
 from ...report import log as report_log
 from ...store import location
-from .home import running_home
+
+HOME = "__accel"
+"""In ComfyUI's user folder. Names that begin so are no user's: core serves nothing from there."""
 
 NAMES = tuple(asdict(Settings()))
 
 _lock = threading.Lock()
 _current: Settings | None = None
 _for_captures = 0
+
+
+def running_home() -> Path:
+    """Where this ComfyUI keeps what outlives it, settings and graphs; it may not exist yet."""
+    import folder_paths
+
+    return Path(folder_paths.get_user_directory()) / HOME
 
 
 def make_room_for_captures(nbytes: int) -> None:

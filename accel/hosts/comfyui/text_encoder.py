@@ -18,9 +18,9 @@ from ...core.reasons import Reason
 from ...modules.blocks import is_compiled
 from ...modules.substitution import Order, substituted
 from ...store.graph_store import attach
-from .home import running_home
 from .models.accelerate import NetworkRun
 from .models.streamed import clone_for_compiling
+from .preferences import running_home
 from .running_prompt import find_upstream_node
 from .views import Around, as_view
 

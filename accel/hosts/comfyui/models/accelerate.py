@@ -31,7 +31,6 @@ from ....modules.substitution import Forward, Layer
 from ....report.run import Totals
 from ....store.graph_store import attach
 from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
-from ..home import running_home
 from ..recording import unrecorded_context
 from ..running_prompt import CompileProgress, find_upstream_node
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
@@ -72,7 +71,7 @@ def accelerate(
     made_by: the class of the node that shows progress and gain. graphs: capture whole model calls and replay them, if
     the device and the call allow it. quality: what the node calls what it does.
     """
-    attach(cache, running_home)
+    attach(cache, preferences.running_home)
     patched = streamed.clone_for_compiling(model, cache)
     if graphs:
         from . import capture

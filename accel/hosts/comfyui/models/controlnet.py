@@ -16,7 +16,7 @@ from ....core.reasons import Reason
 from ....fingerprint.code_facts import facts_of
 from ....modules.blocks import is_compiled
 from ....store.graph_store import attach
-from ..home import running_home
+from ..preferences import running_home
 from ..versions import is_dynamic, takes_streamed_weights
 from .accelerate import NetworkRun
 
