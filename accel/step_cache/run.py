@@ -99,7 +99,7 @@ class DeepCacheRun:
                 self.plan.note_full(step)
 
     def _may_skip(self, step: int) -> bool:
-        if self.why_full is not None or self.settings.is_off or len(self._known) < 2:
+        if self.why_full is not None or len(self._known) < 2:
             return False
         if not in_window(self.facts.levels[step], self._window):
             return False
