@@ -67,26 +67,15 @@ def latent_scale(latent_format: Any) -> int:
     return int(given or _LATENT_SCALES.get(type(latent_format).__name__, 8))
 
 
-def clone_in_place(model: Any) -> Any:
-    """A clone of a ModelPatcher whose weights stay in place between calls, although core streams them (from 0.15.1 on).
-
-    Raises Exception: the model cannot be loaded once more: it is not from a file, or its loader cannot do it.
-    """
-    return model.clone(disable_dynamic=True)
-
-
 def takes_streamed_weights() -> bool:
     """Whether core can load the streamed weights of several layers at once (from about 0.22 on)."""
     needed = {
         "cast_modules_with_vbar": "comfy_modules dtype device bias_dtype non_blocking",
         "resolve_cast_module_with_vbar": "s dtype device bias_dtype compute_dtype want_requant",
     }
-    for name, parameters in needed.items():
-        function = getattr(sys.modules.get("comfy.ops"), name, None)
-        if function is None:
-            return False
-        names = list(inspect.signature(function).parameters)
-        if names[: len(parameters.split())] != parameters.split():
+    for name, wanted in needed.items():
+        function = getattr(sys.modules.get("comfy.ops"), name, lambda: None)
+        if list(inspect.signature(function).parameters)[: len(wanted.split())] != wanted.split():
             return False
     beside = {
         "comfy.memory_management": "tensors_to_geometries",

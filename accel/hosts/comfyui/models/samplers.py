@@ -59,18 +59,12 @@ class NoiseLevels:
 
 
 def follows_schedule(sampler: Any, device: torch.device) -> bool:
-    """Whether levels may be taken from the schedule: the sampler is one of core's, none of which changes its ways in
-    mid-run, and reading them would wait for the device."""
-    return is_of_core(sampler) and device.type == "cuda"
-
-
-def is_of_core(sampler: Any) -> bool:
-    """Whether it is none of a node pack, which may bear the name of the one that it wraps."""
+    """Whether levels may be taken from the schedule: reading them would wait for the device, and the sampler is one of
+    core's, none of which changes its ways in mid-run. A node pack's may bear the name of the one that it wraps."""
     function = getattr(sampler, "sampler_function", None)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is None or module.__name__.partition(".")[0] != "comfy":
-        return False
-    return getattr(module, function.__name__, function) is function
+    is_cores = module is not None and module.__name__.partition(".")[0] == "comfy"
+    return device.type == "cuda" and is_cores and getattr(module, function.__name__, function) is function
 
 
 def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) -> SamplerFacts:

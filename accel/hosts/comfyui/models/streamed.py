@@ -32,7 +32,7 @@ from ....fingerprint.survey import Region
 from ....modules import stored_form
 from ....modules.stored_form import Forms
 from .. import preferences
-from ..versions import clone_in_place, is_dynamic, stored_forms, takes_streamed_weights
+from ..versions import is_dynamic, stored_forms, takes_streamed_weights
 from .options import INTERRUPTS
 
 LARGEST_SHARE = 0.15
@@ -57,7 +57,7 @@ def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
     is_followed = takes_streamed_weights()
     if is_dynamic(model) and (not is_followed or cache is shared and preferences.current().weights_in_place):
         try:
-            return clone_in_place(model)
+            return model.clone(disable_dynamic=True)
         except Exception as reason:  # not loaded from a file, the file is gone, or its loader cannot do it
             effect = "" if is_followed else ", and its blocks may run uncompiled"
             log.warning("The weights of this %s stay streamed%s: %s", type(model.model).__name__, effect, reason)
