@@ -104,12 +104,3 @@ def clear() -> dict[str, int]:
     fallbacks.clear()
     emit("cache_changed")
     return {"dropped": dropped, "bytes": freed}
-
-
-def change_settings(changes: dict[str, Any]) -> dict[str, Any]:
-    """Apply `preferences.change`; the settings in force afterwards."""
-    try:
-        preferences.change(changes)
-    finally:
-        emit("cache_changed")
-    return {"settings": preferences.state()}

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from ....core.events import log
+from ....core.events import emit, log
 from ....report import log as report_log
 from .. import preferences
 from . import panel, panel_messages, report
@@ -84,13 +84,16 @@ def change_settings(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict) or not body:
         raise Refused(f"The body must be a JSON object with some of {', '.join(preferences.NAMES)}.")
     try:
-        return panel.change_settings(body)
+        preferences.change(body)
     except ValueError as error:
         raise Refused(str(error)) from None
     except OSError as error:
         if "cuda_graphs" in body:
             raise Refused(f"It could not be saved: {error}. ACCEL_CUDA_GRAPHS=on or off does the same.", 500) from None
         raise Refused(f"The change is in force, but could not be saved: {error}.", 500) from None
+    finally:
+        emit("cache_changed")
+    return {"settings": preferences.state()}
 
 
 def clear(body: Any) -> dict[str, int]:
