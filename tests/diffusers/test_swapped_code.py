@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_flux import (
 )
 from kit import deep_transformers
 from kit import pipeline_zoo as zoo
-from kit.code_swaps import all_of, attribute, item, scaling
+from kit.code_swaps import all_of, attribute, in_hooks, item, scaling
 from kit.compiled import graphs
 from torch.nn import functional
 
@@ -108,7 +108,10 @@ def processors_of_layers(model):
     return on_all(parts(model, Attention, FluxAttention), "processor", lambda _: NoAttention())
 
 
-SWAPS = {"unet": [method_of_feed_forward, processors_of_layers], "dit": [function_of_its_module, backend_of_attention]}
+SWAPS = [
+    *(("unet", method_of_feed_forward), ("dit", backend_of_attention), ("unet", processors_of_layers)),
+    ("dit", function_of_its_module),
+]
 
 
 # When it is swapped: contexts that are given the model and the swap, and hand out arguments for the call.
@@ -122,20 +125,8 @@ def around_the_call(model, swap):
 
 @contextmanager
 def by_hooks(model, swap):
-    stack = ExitStack()
-
-    def begin(*_):
-        stack.enter_context(swap(model))
-
-    def end(*_):
-        stack.close()
-
-    handles = model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)
-    try:
+    with in_hooks(model, model, functools.partial(swap, model)):
         yield {}
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -179,9 +170,9 @@ def hits_of_plain_image(pipe, plain):
     return hits
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "swap"), [(kind, swap) for kind, swaps in SWAPS.items() for swap in swaps])
-def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_later(pipes, kind, swap, way):
+# Each place with one swap; what is swapped is a matter of the engine.
+@pytest.mark.parametrize(("way", "kind", "swap"), [(way, *swap) for way, swap in zip(WAYS, SWAPS, strict=True)])
+def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_later(pipes, way, kind, swap):
     pipe = pipes[kind]
     plain, swapped = image(pipe), swapped_image(pipe, way, swap)
     assert not torch.equal(plain, swapped)
@@ -195,9 +186,8 @@ def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_late
     assert torch.equal(image(pipe), plain)
 
 
-@pytest.mark.parametrize("way", [by_hooks, by_a_wrapper])
-def test_swap_in_one_pipeline_does_not_reach_another_that_shares_its_kinds(pipes, way):
-    kind, swap = "unet", method_of_feed_forward
+def test_swap_in_one_pipeline_does_not_reach_another_that_shares_its_kinds(pipes):
+    way, kind, swap = by_a_wrapper, "unet", method_of_feed_forward
     both = pipes[kind], pipeline(kind, seed=1)
     plain = [image(pipe) for pipe in both]
     swapped = swapped_image(both[1], way, swap)

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -83,6 +82,38 @@ def scaling(owner: Any, name: str, factor: float) -> Iterator[None]:
         yield
 
 
+# Places that every host has
+
+
+class Swapping:
+    """Called once for each call of something: the swap in those that `when` chooses, and nothing in the others."""
+
+    def __init__(self, swap: Swap, when: Callable[[int], bool] = lambda number: True):
+        self._swap, self._when, self._numbers = swap, when, itertools.count()
+
+    def __call__(self) -> AbstractContextManager:
+        return self._swap() if self._when(next(self._numbers)) else contextlib.nullcontext()
+
+
+@contextmanager
+def in_hooks(first: torch.nn.Module, last: torch.nn.Module, swap: Swap) -> Iterator[None]:
+    """The swap from before each call of a module until after that of another, or of the same."""
+    with ExitStack() as held:
+
+        def begin(*_: Any) -> None:
+            held.enter_context(swap())
+
+        hooks = (
+            first.register_forward_pre_hook(begin),
+            last.register_forward_hook(lambda *_: held.close(), always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
 # Blocks that read something of every sort
 
 SCALES = [1.0, 3.0]
@@ -92,7 +123,21 @@ Pair = collections.namedtuple("Pair", "first second")
 
 
 def activation(x):
-    return torch.tanh(x)
+    return torch.tanh(within(x))
+
+
+def within(x):
+    return x * Choice.get()
+
+
+class Choice:
+    """Of which a class method chooses by a setting."""
+
+    chosen, amounts = "one", {"one": 1.0, 1.5: 1.5, 0.5: 0.5}
+
+    @classmethod
+    def get(cls):
+        return cls.amounts[cls.chosen]
 
 
 def stronger(x):
@@ -269,6 +314,7 @@ _AT = {1.5: stronger, 0.5: weaker}
 SWAPS: dict[str, Callable[[Network, float], AbstractContextManager]] = {
     # Functions
     "a function of a module": lambda net, amount: attribute(_HERE, "activation", _AT[amount]),
+    "a function two calls down": lambda net, amount: attribute(_HERE, "within", softening(amount)),
     "a function by an object": lambda net, amount: attribute(_HERE, "activation", Gain(amount)),
     "a function by a method of an object": lambda net, amount: attribute(_HERE, "activation", Gain(amount).apply),
     "a function by one with another cell": lambda net, amount: attribute(_HERE, "soften", softening(amount)),
@@ -293,6 +339,7 @@ SWAPS: dict[str, Callable[[Network, float], AbstractContextManager]] = {
     "a list by another": lambda net, amount: attribute(_HERE, "SCALES", [amount, 3.0]),
     # Classes
     "a number of a class without instances": lambda net, amount: attribute(Ops, "slope", amount),
+    "a setting of a class that its method reads": lambda net, amount: attribute(Choice, "chosen", amount),
     "a function of a class without instances": lambda net, amount: attribute(Ops, "act", staticmethod(_AT[amount])),
     "a class without instances": lambda net, amount: attribute(
         _HERE, "Ops", {1.5: StrongerOps, 0.5: WeakerOps}[amount]
@@ -370,39 +417,3 @@ def assert_calls_follow_the_code(
         for amount in order:
             torch.testing.assert_close(call(swaps[amount], True), expected[amount], rtol=1e-5, atol=1e-6)
         assert graphs() == compiled or not is_again
-
-
-# Whatever code a model runs
-
-
-def functions_of(blocks: list[torch.nn.Module], *modules: types.ModuleType) -> list[tuple[Any, str]]:
-    """(class or module of Python's, name) of the functions of the blocks' and their parts' classes, and of these
-    modules, in a fixed order."""
-    classes = {base for block in blocks for part in block.modules() for base in type(part).__mro__}
-    owners = sorted(classes - {torch.nn.Module, object}, key=lambda cls: (cls.__module__, cls.__qualname__))
-    return [
-        (owner, name)
-        for owner in (*owners, *modules)
-        for name, value in sorted(vars(owner).items())
-        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and not name.startswith("__")
-    ]
-
-
-def that_give_tensors(places: list[tuple[Any, str]], call: Callable[[], Any]) -> list[tuple[Any, str]]:
-    """Those of the places whose function is called within `call` and gives a tensor of floating numbers."""
-    gave = set()
-
-    def noted(place: int, function: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            out = function(*args, **kwargs)
-            if isinstance(out, torch.Tensor) and out.is_floating_point():
-                gave.add(place)
-            return out
-
-        return run
-
-    with ExitStack() as stack:
-        for place, (owner, name) in enumerate(places):
-            stack.enter_context(attribute(owner, name, noted(place, vars(owner)[name])))
-        call()
-    return [places[place] for place in sorted(gave)]

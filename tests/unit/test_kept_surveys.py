@@ -1,6 +1,5 @@
 """A survey is kept for the model's next runs while all that it rests on stands, and is then what a new one would be."""
 
-import contextlib
 import copy
 import functools
 import gc
@@ -102,27 +101,20 @@ CHANGES = {
         block(model).first, "weight", Wrapped(torch.zeros(4, 4))
     ),
     "a weight more in a layer": lambda model: set_weight(block(model).first, "scale_weight", torch.ones(1)),
-    "a weight where none was": lambda model: set_weight(block(model).first, "bias", torch.ones(4)),
     "no weight where one was": lambda model: block(model).second._parameters.update(bias=None),
     "the dict of a layer's weights": lambda model: vars(block(model).first).update(
         _parameters={"weight": torch.zeros(4, 4).half()}
     ),
     "a buffer": lambda model: block(model).first.register_buffer("shift", torch.zeros(4)),
     "a weight that two layers share": lambda model: setattr(block(model).second, "weight", block(model).first.weight),
-    "a setting": lambda model: setattr(block(model), "scale", 2.0),
     "an item of a list": lambda model: block(model).shifts.append(1.0),
     "another list": lambda model: setattr(block(model), "shifts", [1.0]),
     "a new setting": lambda model: setattr(block(model), "more", 2.0),
-    "a setting of a layer": lambda model: setattr(block(model).norm, "eps", 0.5),
     "training": lambda model: model.train(),
-    "a part": lambda model: setattr(block(model), "norm", nn.LayerNorm(4)),
     "a part more": lambda model: block(model).add_module("more", nn.Linear(4, 4)),
     "a block": lambda model: model.blocks.__setitem__(1, Block()),
     "a block more": lambda model: model.blocks.append(Block()),
     "a block less": lambda model: model.blocks.pop(2),
-    "a part of another class": lambda model: setattr(block(model), "__class__", OtherBlock),
-    "the forward of a block": lambda model: setattr(block(model), "forward", lambda x: x),
-    "the forward of a part": lambda model: setattr(block(model).norm, "forward", lambda x: x),
     "a hook of a part": lambda model: block(model).norm.register_forward_hook(lambda *_: None),
     "a module that has become a block": lambda model: setattr(model, "stem", Block()),
 }
@@ -137,26 +129,11 @@ def test_whatever_a_survey_rests_on_is_noticed_when_it_changes(change, surveys):
     assert not is_kept(model, surveys)
 
 
-SWAPS = {  # beside those of test_current_code.py
-    "the forward of a class": lambda: attribute(Block, "forward", lambda self, x: x),
-    "hooks of all modules": lambda: hooks_everywhere(),
-}
-
-
-@contextlib.contextmanager
-def hooks_everywhere():
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("swap", SWAPS)
-def test_replaced_code_is_noticed_and_what_is_known_of_the_former_is_kept_beside(swap, surveys):
+def test_replaced_code_is_noticed_and_what_is_known_of_the_former_is_kept_beside(surveys):
+    """What may be replaced is in test_current_code.py."""
     model = Model()
     look(model)
-    with SWAPS[swap]():
+    with attribute(Block, "forward", lambda self, x: x):
         assert not is_kept(model, surveys)
         assert is_kept(model, surveys)
     assert is_kept(model, surveys)
