@@ -1,6 +1,5 @@
 """Models whose weights core streams, on the stand-in for comfy-aimdo: compiled blocks are right and stay compiled."""
 
-import itertools
 import random
 import sys
 import types
@@ -12,13 +11,12 @@ import comfy.ops
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
+from comfy_accel.accel.compile.benchmark import Benchmark
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.core.reasons import RunEagerly
 from comfy_accel.accel.core.settings import Settings
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.hosts.comfyui.models import capture, streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -30,22 +28,6 @@ from kit.compiled import graphs
 from kit.families import DITS
 
 pytestmark = pytest.mark.skipif(stand_in.why_not() is not None, reason=str(stand_in.why_not()))
-
-
-def test_stand_in_streams_right_weights_to_eager_calls_and_poisons_those_that_are_gone():
-    dit = DITS["Flux"]
-    plain = dit.sample(dit.load())
-    with stand_in.streaming() as card:
-        model, rng = card.streamed(dit.load()), random.Random(0)
-        for _ in range(6):
-            assert torch.equal(dit.sample(model, steps=1), dit.sample(dit.load(), steps=1))
-            card.shake(rng)
-        assert torch.equal(dit.sample(model), plain)
-        assert card.pins == 0 and card.misses and card.casts and card.peak
-        weights = next(part for part in model.model.modules() if hasattr(part, "_v_weight"))
-        assert weights._v_weight.isfinite().all()
-        card.vbars[0].free_memory(1 << 40)
-        assert weights._v_weight.isnan().all()
 
 
 FLUX = DITS["Flux"]
@@ -132,27 +114,6 @@ def test_compiled_blocks_are_right_while_weights_come_and_go(card):
             assert card.pins == 0
             card.shake(rng)
     assert card.misses and graphs() == before
-
-
-def test_weights_brought_one_by_one_before_the_graph_are_wrong_or_refused(card, monkeypatch):
-    """The control of these tests: what must not be done, they notice."""
-    bring = streamed.StreamedWeights._bring
-
-    def one_by_one(self, missing, inputs, made):
-        for one in missing:
-            bring(self, [one], inputs, made)
-
-    monkeypatch.setattr(streamed.StreamedWeights, "_bring", one_by_one)
-    card.capacity = 0
-    with pytest.raises(AssertionError), all_compiled():
-        assert torch.equal(sample(compiled(card.streamed(FLUX.load()))), sample(FLUX.load()))
-
-
-def test_wait_that_is_left_out_is_noticed(monkeypatch):
-    """The control of the stand-in: a device would read weights before they are there."""
-    with pytest.raises(AssertionError, match="waited for"), stand_in.streaming() as card:
-        monkeypatch.setattr(comfy.model_management, "sync_stream", lambda device, stream: None)
-        sample(card.streamed(FLUX.load()))
 
 
 def test_lora_changes_in_mid_session_without_a_new_graph(card):
@@ -260,37 +221,6 @@ def test_graph_is_compared_with_its_block_while_weights_come_and_go(card):
         assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
         assert card.pins == 0
     assert set(reasons()) <= {"slower"}
-
-
-def test_block_whose_graph_is_slower_takes_its_weights_once_a_run(card, monkeypatch):
-    judged, model = Benchmark(), card.streamed(FLUX.load())
-    judged.done, judged.verdict = True, Reason("slower", compiled="2", eager="1")
-    monkeypatch.setattr(Benchmarks, "of", lambda *how: judged)
-    made, card.capacity = compiled(model, measured=True), 0
-    casts = {}
-    for one, steps in itertools.product((model, made), (1, 4)):
-        before = card.casts
-        FLUX.sample(one, steps=steps)
-        casts[one, steps] = card.casts - before
-    assert 0 < casts[made, 4] - casts[made, 1] <= casts[model, 4] - casts[model, 1]
-    assert set(reasons()) == {"slower"}
-
-
-def test_memory_that_runs_out_while_a_graph_is_compared_is_not_held_against_it(card, monkeypatch):
-    model, cache = card.streamed(FLUX.load()), GraphCache()
-    expected = sample(model)
-
-    def short(self, call, graph):
-        self._weights.release()
-        raise RunEagerly(Reason("weights_not_taken", error="no memory is left"))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BlockRunner, "_run_graph", short)
-        assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
-    assert reasons() == ["weights_not_taken"] * len(reasons()) and reasons() and card.pins == 0
-    fallbacks.clear()
-    with all_compiled():
-        assert torch.equal(sample(compiled(model, cache)), expected)
 
 
 @pytest.mark.parametrize("kind", ["fault", "buffer"])
@@ -491,32 +421,6 @@ def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
         assert card.pins == 0
         assert all(map(torch.equal, source.take(inputs), expected))
         source.release()
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("failing", range(3))
-def test_each_weight_is_released_whatever_the_release_of_another_raises(card, monkeypatch, failing):
-    model, asked, own = card.streamed(FLUX.load()), [], stand_in.ModelVBAR.unpin
-    sample(model)
-    block = model.model.diffusion_model.double_blocks[0]
-    source = streamed.StreamedWeights(block, describe(streamed.plain(block)).weights)
-    held = capture._HeldWeights(model.model.diffusion_model)
-
-    def unpin(self, *place):
-        own(self, *place)
-        asked.append(place)
-        if len(asked) == failing + 1:
-            raise RuntimeError("no page of this address")
-
-    monkeypatch.setattr(stand_in.ModelVBAR, "unpin", unpin)
-    for hold, release in ((lambda: source.take([torch.zeros(1)]), source.release), (held.hold, held.release)):
-        hold()
-        pinned = card.pins
-        asked.clear()
-        with pytest.raises(RuntimeError, match="no page"):
-            release()
-        assert pinned > 3 and card.pins == 0
-        release()
 
 
 class Captured:
