@@ -70,11 +70,6 @@ def waits_a_step(model):
     return (counted(model, "waits", 20) - counted(model, "waits", 10)) / 10
 
 
-@pytest.mark.thorough  # only to know whom to blame
-def test_core_itself_does_not_wait(model):
-    assert waits_a_step(model) == 0
-
-
 def test_compiled_blocks_wait_for_nothing_and_a_second_size_compiles_nothing(model, cache):
     ours = accelerate(model, CompileSettings(), cache, graphs=False)
     assert waits_a_step(ours) == 0

@@ -59,8 +59,7 @@ CAPTURES = (*NEED_A_CARD, "tests/fakecuda/test_capture.py")
 
 def test_captures_and_all_tests_that_need_a_card_pass_but_for_values(device):
     assert NEED_A_CARD == ("tests/unit/test_capture_cuda.py",)
-    # The last but one leaves failed captures.
-    others = ("lean_calls", "benchmark", "beside", "device", "whole_calls")
+    others = ("lean_calls", "benchmark", "beside", "whole_calls")
     passes(device, FP8, *CAPTURES, *(f"tests/fakecuda/test_{name}.py" for name in others))
 
 
