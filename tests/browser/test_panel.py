@@ -17,7 +17,6 @@ from kit.pages import (
     PANEL,
     SAY,
     SET,
-    UNFOLD,
     answering,
     choosing,
     close_panel,
@@ -199,26 +198,6 @@ def test_settings_show_the_server_s_values_and_change_them(page, server):
     finally:
         ask(server, "/accel/settings", {key: before[key] for key in ids.values()})
         page.wait_for_function(f"({shown})('Accel.Cache.MaxMB') === {before['max_mb']}")
-
-
-def test_settings_and_commands_have_names_in_both_languages(page, server):
-    texts = json.loads(get(server, "/i18n"))
-    settings = page.evaluate(
-        "() => Object.values(window.app.extensionManager.setting.settings)"
-        ".filter(({ id }) => id.startsWith('Accel.')).map(({ id, name, tooltip }) => [id, name, tooltip])"
-    )
-    commands = page.evaluate(
-        "() => window.app.extensionManager.command.commands.filter(({ id }) => id.startsWith('Accel.'))"
-        ".map(({ id, label }) => [id, label])"
-    )
-    assert len(settings) == 5 and len(commands) == 3
-    for name, title, tooltip in settings:
-        english, chinese = (texts[language]["settings"][name.replace(".", "_")] for language in ("en", "zh"))
-        assert (english["name"], english["tooltip"]) == (title, tooltip)
-        assert chinese["name"] != title and chinese["tooltip"] != tooltip
-    for name, label in commands:
-        english, chinese = (texts[language]["commands"][name.replace(".", "_")]["label"] for language in ("en", "zh"))
-        assert english == label != chinese
 
 
 def test_the_report_is_saved_as_a_text_file(page, server):
@@ -439,18 +418,6 @@ def shown(page):
         panel = open_panel(page)
         panel.get_by_text(f"{given['graph_cache']['hits']:,}").wait_for()
         yield panel
-
-
-def test_the_tab_opens_by_its_button(page):
-    with answering(page, state()):
-        page.get_by_role("button", name="Accel", exact=True).click()
-        page.get_by_text("1.9×").wait_for()
-        screenshot(page, "panel-folded")
-        page.evaluate(UNFOLD)
-        page.locator(".accel-panel .accel-row").nth(1).wait_for()
-        screenshot(page, "panel")
-        page.get_by_role("button", name="Accel", exact=True).click()
-        page.locator(".accel-panel").wait_for(state="detached")
 
 
 def test_other_tabs_take_the_place_and_give_it_back(page):
