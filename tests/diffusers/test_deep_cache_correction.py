@@ -206,19 +206,6 @@ def test_flow_at_noise_levels_that_are_ratios_is_measured_like_any():
     assert facts.gains == pytest.approx([1 - 10 / 80, 1 - 1 / 10, 1.0], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "adds_noise"),
-    [
-        *((f"{name}Scheduler", False) for name in ("EulerDiscrete", "HeunDiscrete", "DDIM", "UniPCMultistep", "PNDM")),
-        *((f"{name}Scheduler", True) for name in ("EulerAncestralDiscrete", "LCM", "DDPM", "KDPM2AncestralDiscrete")),
-    ],
-)
-def test_whether_a_scheduler_adds_noise_is_measured(scheduler, adds_noise):
-    made = tiny_pipelines.pipeline(scheduler).scheduler
-    made.set_timesteps(10)
-    assert facts_of(PipelineSchedule(made), 0).adds_noise == adds_noise
-
-
 def test_levels_of_continuous_timesteps_are_the_schedulers_sigmas():
     scheduler = diffusers.EulerDiscreteScheduler(prediction_type="v_prediction", timestep_type="continuous")
     scheduler.set_timesteps(5)
