@@ -228,17 +228,6 @@ def test_clone_for_another_device_is_accelerated_over_a_network_of_its_own():
 # When something fails
 
 
-def test_compiler_that_fails_gives_the_plain_residuals_and_a_reason():
-    def broken(graph, examples):
-        raise RuntimeError("the compiler is not installed")
-
-    specimen, size = first("SD3.5")  # of one kind
-    plain = specimen.build()
-    accelerated = specimen.hinted(fast(plain, GraphCache(), backend=broken), hint())
-    assert_same(residuals(accelerated, specimen, size), residuals(specimen.hinted(plain, hint()), specimen, size))
-    assert fallbacks.rows() and all("not installed" in row["reason"] for row in fallbacks.rows())
-
-
 def test_wrong_call_is_the_error_that_it_is_without_us_and_leaves_no_trace():
     specimen, size = first("ControlNet")
     plain = specimen.build()

@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-import time
 import urllib.parse
 import urllib.request
 import uuid
@@ -206,24 +205,6 @@ def test_report_comes_as_text(server):
         assert response.headers.get_content_type() == "text/plain"
         text = response.read().decode()
     assert text.startswith("Accel Report") and "Last image: SD15" in text and "Choose the backend inductor" in text
-
-
-def test_report_node_runs_in_a_prompt(server):
-    inputs = {name: ["empty", 0] for name in ("anything", "image", "reference")}
-    graph = {
-        "empty": {"class_type": "EmptyImage", "inputs": {"width": 32, "height": 32, "batch_size": 1, "color": 7}},
-        "report": {"class_type": "AccelReport", "inputs": inputs},
-    }
-    client = Client(server.url)
-    result = client.run(graph, timeout=60)
-    deadline = time.monotonic() + 30
-    while not client.get(f"/history/{result.prompt_id}"):  # it is written after the prompt is told to have ended
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    outputs = client.get(f"/history/{result.prompt_id}")[result.prompt_id]["outputs"]["report"]
-    assert "reference: equal" in outputs["text"][0]
-    assert "Nothing in this workflow speeds the model up" in outputs["text"][0]
-    assert "Choose the backend" not in outputs["text"][0], "advice for the earlier run"
 
 
 def test_clear_drops_everything_and_pages_are_told_what_happens(server):
