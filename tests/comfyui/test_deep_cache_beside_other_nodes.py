@@ -26,15 +26,12 @@ from kit.other_nodes import (
     image_prompt,
     in_areas,
     in_masks,
-    injected,
     lazy_cache,
     lora,
     masked_sample,
-    perpendicular,
     perpendicular_guider,
     picture,
     ramp,
-    rescaled,
     tiled,
     two_prompts,
     windowed,
@@ -76,12 +73,6 @@ def prompt_from(percent):
     return tiny_models.conditioning(seed=1) + tiny_models.conditioning(seed=5, start_percent=percent)
 
 
-def with_hook(*keyframes):
-    """A LoRA of one prompt."""
-    prompt = hooked(tiny_models.unet(**SMALL), keyframes)[1]
-    return Beside(lambda model: hooked(model, keyframes)[0], prompts(prompt), taken="FFSSFSS")
-
-
 def of_nine_channels():
     """What core's InpaintModelConditioning puts there."""
     mask = (ramp() > 0.4).float()
@@ -96,9 +87,6 @@ ANEW = "FFSFFSS"
 
 BESIDE = {
     "image prompt": Beside(functools.partial(image_prompt, blocks=[("input", 1), ("middle", 0)])),
-    "injected layers": Beside(lambda model: injected(model, [1, 2, 3]), {"batch": 3}),
-    "LoRA": Beside(lora),
-    "hooked LoRA": with_hook((0.0, 1.0)),
     "LoRA of changing strength": Beside(
         lambda model: hooked(model, ((0.0, 1.0), (0.45, 0.1)))[0],
         prompts(hooked(tiny_models.unet(**SMALL), ((0.0, 1.0), (0.45, 0.1)))[1]),
@@ -106,11 +94,8 @@ BESIDE = {
     ),
     # Guidance
     "PAG and SAG": Beside(both_attentions),
-    "PerpNeg": Beside(perpendicular),
-    "rescaled CFG": Beside(rescaled),
     "no guidance": Beside(run={"cfg": 1.0}),
-    "two prompts": Beside(sample=guided(functools.partial(two_prompts, nested=False))),
-    "two prompts, nested": Beside(sample=guided(functools.partial(two_prompts, nested=True))),
+    "two prompts": Beside(sample=guided(two_prompts)),
     "PerpNeg's guider": Beside(sample=guided(perpendicular_guider)),
     # Areas, times and windows
     "areas": Beside(run=prompts(in_areas())),
@@ -118,12 +103,10 @@ BESIDE = {
     "a prompt that begins late": Beside(run=prompts(prompt_from(0.45)), taken=ANEW),
     "a prompt that begins late, apart": Beside(run=prompts(prompt_from(0.45)), taken=ANEW, apart=True),
     # One noise level more than frames: core 0.3.75 compares the two element by element.
-    "windows that stay": Beside(lambda model: windowed(model, "standard_static"), {"batch": 8}),
     "windows that move": Beside(lambda model: windowed(model, "standard_uniform"), {"batch": 8}),
     # Masks
     "inpainting model": Beside(run=of_nine_channels(), sample=masked_sample, layout=SMALL | {"in_channels": 9}),
     "noise mask": Beside(run=MASKED, sample=masked_sample),
-    "noise mask, image to image": Beside(run=MASKED | {"denoise": 0.6}, sample=masked_sample),
     "differential diffusion": Beside(differential_diffusion, MASKED, masked_sample),
 }
 

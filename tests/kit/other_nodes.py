@@ -14,7 +14,6 @@ import comfy.sd
 import comfy.supported_models
 import torch
 from comfy.ldm.modules.attention import optimized_attention
-from comfy.patcher_extension import PatcherInjection
 
 import nodes
 from kit import tiny_models
@@ -52,9 +51,7 @@ def core(name: str, *inputs):
 
 perturbed_attention = core("nodes_pag.PerturbedAttentionGuidance", 3.0)
 self_attention = core("nodes_sag.SelfAttentionGuidance", 0.5, 2.0)
-perpendicular = core("nodes_perpneg.PerpNeg", tiny_models.conditioning(seed=6), 0.8)
 easy_cache = core("nodes_easycache.EasyCacheNode", 0.2, 0.1, 0.95, False)
-rescaled = core("nodes_model_advanced.RescaleCFG", 0.7)
 lazy_cache = core("nodes_easycache.LazyCacheNode", 0.2, 0.1, 0.95, False)
 
 
@@ -127,12 +124,12 @@ def guided(make):
     return sample
 
 
-def two_prompts(model, nested):
+def two_prompts(model):
     from comfy_extras.nodes_custom_sampler import Guider_DualCFG
 
     guider = Guider_DualCFG(model)
     guider.set_conds(*(tiny_models.conditioning(seed=seed) for seed in (1, 5, 2)))
-    guider.set_cfg(4.0, 2.0, nested)
+    guider.set_cfg(4.0, 2.0, True)
     return guider
 
 
@@ -163,31 +160,6 @@ def controlled(*controls, ends=(1.0, 1.0), both=True, seed=1):
     for control, end in zip(controls, ends, strict=False):
         chain = control.copy().set_cond_hint(hint, 0.8, (0.0, end)).set_previous_controlnet(chain)
     return tiny_models.conditioning(seed=seed, control=chain, control_apply_to_uncond=both)
-
-
-# Layouts
-
-LINEAR = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16, "num_classes": "sequential"}
-VIDEO = {
-    "in_channels": 8,
-    "channel_mult": [1, 2],
-    "num_res_blocks": [1, 1],
-    "transformer_depth": [1, 0],
-    "transformer_depth_output": [1, 1, 0, 0],
-    "context_dim": 1024,
-    "adm_in_channels": 768,
-    "extra_ff_mix_layer": True,
-    "use_spatial_context": True,
-    "merge_strategy": "learned_with_images",
-    "merge_factor": 0.0,
-    "video_kernel_size": [3, 1, 1],
-    "use_temporal_resblock": True,
-    "use_temporal_attention": True,
-    "disable_temporal_crossattention": False,
-    **LINEAR,
-    "model_channels": 64,
-}
-"""Wider, since core's class sets 64 channels a head."""
 
 
 # Masks, areas, times and windows
@@ -239,7 +211,7 @@ def windowed(model, schedule):
     return ContextWindowsManualNode.execute(model, 3, 1, schedule, 1, False, "pyramid", 0, **later).args[0]
 
 
-# LoRAs, hooks and injections
+# LoRAs and hooks
 
 
 def lora(model, seed: int = 1, strength: float = 0.8):
@@ -259,27 +231,3 @@ def hooked(model, keyframes=((0.0, 1.0),), seed: int = 1, **conditioning):
     model = model.clone()
     model.register_all_hook_patches(hooks, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
     return model, tiny_models.conditioning(hooks=hooks, **conditioning)
-
-
-class Motion(torch.nn.Module):
-    """Mixes neighbouring images of the batch, as an AnimateDiff layer does; it has no name that core knows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 0.7 * x + 0.3 * x.roll(1, 0)
-
-
-def injected(model, blocks):
-    """The model with a layer at the end of output blocks, for as long as it is loaded."""
-    layers = [Motion() for _ in blocks]
-
-    def inject(patcher):
-        for block, layer in zip(blocks, layers, strict=True):
-            patcher.model.diffusion_model.output_blocks[block].append(layer)
-
-    def eject(patcher):
-        for block in blocks:
-            del patcher.model.diffusion_model.output_blocks[block][-1]
-
-    model = model.clone()
-    model.set_injections("motion", [PatcherInjection(inject, eject)])
-    return model
