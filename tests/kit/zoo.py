@@ -73,7 +73,7 @@ class Specimen:
     its shape behind the batch, as `Size.shape` reads it; batch: its rows. given: what else the model's forward takes,
     as `BaseModel.apply_model` would give it: a text is noise of that shape, a float one number for each row, a shape
     and a number are a tensor filled with it, and a function is called with size and noise. later: graphs that the first
-    larger batch adds.
+    larger batch adds. Those that no test calls have neither.
     """
 
     blocks: int
@@ -110,7 +110,7 @@ class Specimen:
 
 
 def _of(
-    blocks: int, kinds: int, path: str, config: dict, latent: str, batch: str = "B", later: int = 0, **given: Any
+    blocks: int, kinds: int, path: str, config: dict, latent: str = "", batch: str = "B", later: int = 0, **given: Any
 ) -> Specimen:
     return Specimen(blocks, kinds, path, config, latent, given, batch, later)
 
@@ -197,136 +197,58 @@ _SHAPES_21 = _SHAPES | dict(context_dim=48, depth=5, num_moe_layers=2, guidance_
 _TEXT = {"context": "T 48"}
 _GUIDED = _TEXT | {"y": "32", "guidance": 3.5}
 _COUNTED = _TEXT | {"num_tokens": lambda size, noise: size.tokens}
-_PICTURE = _TEXT | {"clip_fea": "257 1280"}
-_HUNYUAN = _TEXT | {"guidance": 6.0}
 
 ZOO: dict[str, Specimen] = {
-    "SD1.5": _of(12, 3, _UNET, _SD, "4 H W", context="T 768"),
-    "SD1.5 inpaint": _of(12, 3, _UNET, _SD | {"in_channels": 9}, "9 H W", context="T 768"),
-    "SD2": _of(12, 3, _UNET, _SD | {"context_dim": 1024} | _LINEAR, "4 H W", context="T 1024"),
+    "SD1.5": _of(12, 3, _UNET, _SD),
+    "SD1.5 inpaint": _of(12, 3, _UNET, _SD | {"in_channels": 9}),
+    "SD2": _of(12, 3, _UNET, _SD | {"context_dim": 1024} | _LINEAR),
     "SDXL": _of(17, 3, _UNET, _SDXL, "4 H W", context="T 2048", y="2816"),
-    "SDXL refiner": _of(16, 3, _UNET, _REFINER, "4 H W", context="T 1280", y="2560"),
-    "SVD": _of(
-        *(10, 3, _UNET, _SVD, "8 H W", "B*F"),
-        **dict(context="1 1024", y="768", num_video_frames=lambda size, noise: size.frames),
-        image_only_indicator=lambda size, noise: torch.zeros(1),
-    ),
-    "Stable Cascade C": _of(
-        *(18, 3, "cascade.stage_c.StageC", _CASCADE_C, "16 H W"),
-        **dict(clip_text="T 1280", clip_text_pooled="1 1280", clip_img=("1 768", 0.0), sca=0.0, crp=0.0),
-    ),
-    "Stable Cascade B": _of(
-        26, 4, "cascade.stage_b.StageB", _CASCADE_B, "4 H*4 W*4", clip="1 1280", effnet="16 H W", sca=0.0
-    ),
+    "SDXL refiner": _of(16, 3, _UNET, _REFINER),
+    "SVD": _of(10, 3, _UNET, _SVD),
+    "Stable Cascade C": _of(18, 3, "cascade.stage_c.StageC", _CASCADE_C),
+    "Stable Cascade B": _of(26, 4, "cascade.stage_b.StageB", _CASCADE_B),
     "Flux": _of(4, 2, "flux.model.Flux", FLUX, "16 H W", **_GUIDED),
-    "Flux Kontext": _of(
-        *(4, 2, "flux.model.Flux", FLUX, "16 H W"),
-        **_GUIDED,
-        ref_latents=lambda size, noise: [noise(size.batch, 16, 9, 6)],
-    ),
-    "Flux 2": _of(4, 2, "flux.model.Flux", FLUX2, "128 H W", **_TEXT, guidance=3.5),
-    "Chroma": _of(6, 3, "chroma.model.Chroma", CHROMA, "16 H W", **_TEXT, guidance=0.0),
-    "Chroma Radiance": _of(8, 4, "chroma_radiance.model.ChromaRadiance", RADIANCE, "3 H*8 W*8", **_TEXT, guidance=0.0),
+    "Flux 2": _of(4, 2, "flux.model.Flux", FLUX2),
+    "Chroma": _of(6, 3, "chroma.model.Chroma", CHROMA),
+    "Chroma Radiance": _of(8, 4, "chroma_radiance.model.ChromaRadiance", RADIANCE),
     "SD3": _of(3, 2, _MMDIT, _SD3 | {"qk_norm": None}, "16 H W", **_TEXT, y="32"),
-    "SD3.5 medium": _of(3, 2, _MMDIT, _SD3 | {"x_block_self_attn_layers": [0, 1]}, "16 H W", **_TEXT, y="32"),
-    "AuraFlow": _of(4, 2, "aura.mmdit.MMDiT", _AURA, "4 H W", **_TEXT),
-    # Below a quarter of its first size this family divides by zero, and it takes whole patches only.
-    "PixArt Alpha": _of(
-        *(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1}, "4 H*4 W*4"),
-        **_TEXT,
-        **dict(c_size=("2", 512.0), c_ar=("1", 1.0)),
-    ),
+    "SD3.5 medium": _of(3, 2, _MMDIT, _SD3 | {"x_block_self_attn_layers": [0, 1]}),
+    "AuraFlow": _of(4, 2, "aura.mmdit.MMDiT", _AURA),
+    "PixArt Alpha": _of(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1}),
     "PixArt Sigma": _of(
         *(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1, "micro_condition": False}, "4 H*4 W*4"),
         **_TEXT,
     ),
-    # Its text lengths are fixed.
-    "HunyuanDiT": _of(
-        *(6, 2, "hydit.models.HunYuanDiT", _HUNYUAN_DIT | {"use_style_cond": True}, "4 H W"),
-        **dict(context="77 48", text_embedding_mask=("77", 1.0), encoder_hidden_states_t5="256 64"),
-        **dict(text_embedding_mask_t5=("256", 1.0), image_meta_size=("6", 512.0)),
-    ),
-    "HiDream": _of(
-        *(26, 3, "hidream.model.HiDreamImageTransformer2DModel", HIDREAM, "16 H W"),
-        **dict(context="T 48", y="32", encoder_hidden_states_llama3="2 T+3 56"),
-    ),
+    "HunyuanDiT": _of(6, 2, "hydit.models.HunYuanDiT", _HUNYUAN_DIT | {"use_style_cond": True}),
+    "HiDream": _of(26, 3, "hidream.model.HiDreamImageTransformer2DModel", HIDREAM),
     "Lumina2": _of(6, 2, "lumina.model.NextDiT", LUMINA | {"n_kv_heads": 1}, "16 H W", **_COUNTED),
     "Z-Image": _of(
         *(6, 2, "lumina.model.NextDiT", _Z_IMAGE | {"pad_tokens_multiple": 32}, "16 H W"),
         **_COUNTED,
         later=2 if hasattr(NextDiT, "embed_cap") else 0,  # newer cores have one row of positions
     ),
-    "OmniGen2": _of(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN, "16 H W", **_COUNTED),
-    "OmniGen2 edit": _of(
-        *(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN, "16 H W"),
-        **_COUNTED,
-        ref_latents=lambda size, noise: [noise(size.batch, 16, size.width, 10)],
-    ),
+    "OmniGen2": _of(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN),
     "Qwen-Image": _of(2, 1, "qwen_image.model.QwenImageTransformer2DModel", QWEN_IMAGE, "16 1 H W", **_TEXT),
     "Wan t2v": _of(2, 1, "wan.model.WanModel", WAN, "16 F H W", **_TEXT, later=1),
-    "Wan i2v": _of(
-        2, 1, "wan.model.WanModel", WAN | dict(in_dim=36, model_type="i2v"), "36 F H W", **_PICTURE, later=1
+    "Wan i2v": _of(2, 1, "wan.model.WanModel", WAN | dict(in_dim=36, model_type="i2v")),
+    "Wan VACE": _of(3, 2, "wan.model.VaceWanModel", WAN | dict(vace_layers=1, vace_in_dim=96)),
+    "Wan camera": _of(2, 1, "wan.model.CameraWanModel", WAN | {"in_dim": 32}),
+    "Wan HuMo": _of(2, 1, "wan.model.HumoWanModel", WAN),
+    "Wan S2V": _of(6, 3, "wan.model.WanModel_S2V", WAN | dict(audio_dim=64, audio_inject_layers=[0, 1])),
+    "Wan animate": _of(13, 7, "wan.model_animate.AnimateWanModel", WAN | dict(in_dim=36, num_layers=5)),
+    "HunyuanVideo": _of(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO),
+    "HunyuanVideo i2v": _of(
+        6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO | dict(in_channels=33, guidance_embed=False)
     ),
-    "Wan VACE": _of(
-        *(3, 2, "wan.model.VaceWanModel", WAN | dict(vace_layers=1, vace_in_dim=96), "16 F H W"),
-        **_TEXT,
-        **dict(vace_context="1 96 F HU WU", vace_strength=lambda size, noise: [0.8]),
-        later=2,
-    ),
-    "Wan camera": _of(
-        *(2, 1, "wan.model.CameraWanModel", WAN | {"in_dim": 32}, "32 F H W"),
-        **_PICTURE,
-        camera_conditions="24 F HU*8 WU*8",
-        later=1,
-    ),
-    "Wan HuMo": _of(2, 1, "wan.model.HumoWanModel", WAN, "16 F H W", **_TEXT, audio_embed="F 8 5 1280", later=1),
-    "Wan S2V": _of(
-        *(6, 3, "wan.model.WanModel_S2V", WAN | dict(audio_dim=64, audio_inject_layers=[0, 1]), "16 F H W"),
-        **dict(context="T 48", audio_embed="25 64 F*4", reference_latent="16 1 HU WU"),
-        later=1,
-    ),
-    "Wan animate": _of(
-        *(13, 7, "wan.model_animate.AnimateWanModel", WAN | dict(in_dim=36, num_layers=5), "36 F H W"),
-        **_PICTURE,
-        pose_latents="16 F-1 HU WU",
-    ),
-    "HunyuanVideo": _of(
-        *(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO, "16 F HD WD"),
-        **_HUNYUAN,
-        **dict(y="32", attention_mask=lambda size, noise: torch.ones(1, size.tokens, dtype=torch.long)),
-        later=3,
-    ),
-    "HunyuanVideo i2v": _of(  # core's own arithmetic fails at other batches
-        *(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO | dict(in_channels=33, guidance_embed=False)),
-        *("33 F HD WD", "1"),
-        **_HUNYUAN,
-        **dict(y="32", guiding_frame_index=0.0),
-    ),
-    "HunyuanVideo 1.5": _of(
-        *(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_15 | {"patch_size": [1, 1, 1]}, "16 F HD WD"),
-        **_HUNYUAN,
-        **dict(txt_byt5="7 1472", clip_fea="9 40"),
-    ),
-    "HunyuanImage 2.1": _of(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_IMAGE, "16 H W", **_HUNYUAN),
+    "HunyuanVideo 1.5": _of(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_15 | {"patch_size": [1, 1, 1]}),
+    "HunyuanImage 2.1": _of(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_IMAGE),
     "LTXV": _of(2, 1, "lightricks.model.LTXVModel", LTXV, "16 F H W", **_TEXT, attention_mask=None, frame_rate=25),
-    "Mochi": _of(
-        *(3, 2, "genmo.joint_model.asymm_models_joint.AsymmDiTJoint", _MOCHI, "12 F HD WD"),
-        **dict(context="40 64", attention_mask=("40", 1.0), num_tokens=lambda size, noise: size.tokens),
-    ),
-    "Cosmos": _of(7, 4, "cosmos.model.GeneralDIT", _COSMOS, "16 F HD WD", **_TEXT, fps=None, later=3),
+    "Mochi": _of(3, 2, "genmo.joint_model.asymm_models_joint.AsymmDiTJoint", _MOCHI),
+    "Cosmos": _of(7, 4, "cosmos.model.GeneralDIT", _COSMOS),
     "Cosmos predict2": _of(2, 1, "cosmos.predict2.MiniTrainDIT", _COSMOS2, "16 F HD WD", **_TEXT, fps=None, later=1),
-    "Stable Audio": _of(
-        2, 1, "audio.dit.AudioDiffusionTransformer", _AUDIO, "64 H*W//2", context="T 64", global_embed="56"
-    ),
-    "ACE-Step": _of(
-        *(8, 2, "ace.model.ACEStepTransformer2DModel", _ACE, "8 16 W*4"),
-        **dict(context="T 768", speaker_embeds=("512", 0.0), lyrics_strength=lambda size, noise: 1.0),
-        lyric_token_idx=lambda size, noise: torch.arange(size.tokens // 2).repeat(size.batch, 1),
-        later=1,
-    ),
-    "Hunyuan3D 2": _of(4, 2, "hunyuan3d.model.Hunyuan3Dv2", _SHAPES_2, "64 H*8", **_TEXT, guidance=5.0),
-    # Its tokens are sorted to experts by value: of such a block the experts alone are compiled. Cond and uncond are
-    # always joined.
+    "Stable Audio": _of(2, 1, "audio.dit.AudioDiffusionTransformer", _AUDIO),
+    "ACE-Step": _of(8, 2, "ace.model.ACEStepTransformer2DModel", _ACE),
+    "Hunyuan3D 2": _of(4, 2, "hunyuan3d.model.Hunyuan3Dv2", _SHAPES_2),
     "Hunyuan3D 2.1": _of(
         25, 4, "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain", _SHAPES_21, "64 H*8", "2*B", **_TEXT, guidance=5.0
     ),
