@@ -15,35 +15,13 @@ from comfy_accel.accel.cuda_graphs.capture_key import CaptureKey
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons
 from kit.deep_cache import SMALL
 from kit.families import DITS
 from kit.other_nodes import lora
-from kit.step_cache import every
 
 Interrupt = comfy.model_management.InterruptProcessingException
-
-
-class Troubled(CpuCapturer):
-    """Fails where the other does, and where it is asked and where it is reset; where "wrong", it captures less."""
-
-    def why_not(self, device):
-        if self.fails_at("why_not"):
-            raise self.error("simulated")
-        return super().why_not(device)
-
-    def reset(self):
-        if self.fails_at("reset"):
-            raise self.error("simulated")
-        super().reset()
-
-    def capture(self, device, call):
-        graph, out = super().capture(device, call)
-        if self.fails_at("wrong"):
-            del graph._operators[len(graph._operators) // 2 :]
-        return graph, out
 
 
 @pytest.fixture(autouse=True)
@@ -63,27 +41,8 @@ def image(model, name, size=0, steps=4, **more):
     return DITS[name].sample(model, size=size, steps=steps, **more)
 
 
-def cached(model):
-    return apply_deep_cache(model, every(3))
-
-
-SESSION = {
-    "the same": (lambda model: model, 0),
-    "another size": (lambda model: model, 1),
-    "with a LoRA": (lora, 0),
-    "with DeepCache": (cached, 0),
-    "again": (lambda model: model, 0),
-}
-
-
-@functools.cache
-def plain(name):
-    """The session's images without any of it."""
-    return {what: image(change(load(name)), name, size) for what, (change, size) in SESSION.items()}
-
-
 def troubled(stage=None, error=RuntimeError, **bounds):
-    capturer, cache = Troubled(stage, error), GraphCache(**bounds)
+    capturer, cache = CpuCapturer(stage, error), GraphCache(**bounds)
     cache.captures = CapturePool(capturer)
     return capturer, cache
 
@@ -92,38 +51,15 @@ def fast(model, cache, settings=EAGER_BLOCKS):
     return accelerate(model, settings, cache, graphs=True)
 
 
-def assert_session_is_right(name, cache, but=()):
-    for what, (change, size) in SESSION.items():
-        if what in but:
-            continue
-        got = image(fast(change(load(name)), cache), name, size)
-        assert torch.equal(got, plain(name)[what]), what
-
-
-# Of the other stages and errors unit/test_model_capture.py asks the same.
-@pytest.mark.parametrize("stage", ["why_not", "reset", "during", "later replay", "wrong"])
-def test_failure_at_any_stage_leaves_this_image_and_all_later_ones_right(stage):
-    capturer, cache = troubled(stage, torch.OutOfMemoryError)
-    assert_session_is_right("Flux", cache, but=["another size"])
-    assert left(capturer) == len(cache.captures.members) <= (stage == "later replay")
-    said = {"wrong": "differs from the call", "why_not": "simulated"}.get(stage, "memory is short")
-    assert reasons() and all(said in reason for reason in reasons())
-    # Whatever has failed has spoilt nothing for when it works again.
-    capturer.fail_at = None
-    cache.clear()
-    assert torch.equal(image(fast(load("Flux"), cache), "Flux"), plain("Flux")["the same"])
-    assert left(capturer) == 1
-
-
-@pytest.mark.parametrize("stage", ["why_not", "later replay"])
-def test_interrupt_ends_the_run_and_every_later_image_is_right(stage):
-    capturer, cache = troubled(stage, Interrupt)
+def test_interrupt_ends_the_run_and_the_next_image_is_right():
+    """Of other errors, at any stage, unit/test_model_capture.py asks the same."""
+    capturer, cache = troubled("later replay", Interrupt)
     for _ in range(2):
         with pytest.raises(Interrupt):
             image(fast(load("Flux"), cache), "Flux")
     capturer.fail_at = None
-    assert_session_is_right("Flux", cache, but=["another size"])
-    assert reasons() == [] and capturer.replays > 3
+    assert torch.equal(image(fast(load("Flux"), cache), "Flux"), image(load("Flux"), "Flux"))
+    assert reasons() == [] and capturer.replays > 0
 
 
 def test_failure_inside_compiled_blocks_leaves_them_compiled_and_right():

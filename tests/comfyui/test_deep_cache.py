@@ -142,17 +142,6 @@ def test_failure_or_interrupt_in_mid_run_is_passed_on_and_leaves_no_trace(small_
     assert counts() == (FULL, SKIPPED)
 
 
-def test_skipped_step_that_fails_is_made_in_full_and_so_are_the_rest(small_unet, sample, caplog, monkeypatch):
-    def fail(*_):
-        raise Broken("odd")
-
-    monkeypatch.setattr(running, "forecast", fail)
-    calls = calls_of(small_unet)
-    assert torch.equal(sample(cached(small_unet), **RUN), sample(small_unet, **RUN))
-    assert len(calls) == 14 and counts() == (7, 0)
-    assert said(caplog) == ["DeepCache: a skipped step failed (Broken: odd); every step runs in full."]
-
-
 def test_no_tensor_of_a_run_outlives_it(small_unet, sample, monkeypatch):
     kept, own = [], running.Evaluation
 

@@ -133,17 +133,6 @@ def test_timesteps_for_each_token():
     assert sample_cached(pipeline("WanPipeline", expand_timesteps=True))[1] == [CACHED]
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "steps", "calls"),
-    [("HeunDiscreteScheduler", 5, 5), ("KDPM2DiscreteScheduler", 5, 5), ("PNDMScheduler", 5, 4)],
-)
-def test_steps_of_several_calls_are_skipped_whole(scheduler, steps, calls):
-    pipe = tiny.pipeline(scheduler)
-    with calls_of(pipe.unet) as made:
-        assert tiny.sample_cached(pipe, 3, steps=steps)[1] == [(3, 2)]
-    assert made == [calls]
-
-
 # Calls of one step
 
 

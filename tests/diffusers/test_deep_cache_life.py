@@ -4,7 +4,6 @@ import copy
 import gc
 import threading
 
-import accelerate
 import diffusers
 import pytest
 import torch
@@ -63,10 +62,6 @@ def is_kept():
     return any(run._known or run._skipped or run._correction for run in runs)
 
 
-class Stop(Exception):
-    pass
-
-
 def test_between_images_all_is_as_without(pipe, plain, cached, counts):
     before = state_of(pipe)
     with deep_cache(pipe, EVERY_THIRD):
@@ -79,30 +74,6 @@ def test_between_images_all_is_as_without(pipe, plain, cached, counts):
         assert state_of(pipe) == around and not is_kept()
     assert state_of(pipe) == before
     assert torch.equal(sample(pipe, **SMALL), plain)
-
-
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("where", ["callback", "model"])
-def test_image_that_fails_leaves_nothing_to_the_next(pipe, cached, counts, error, where):
-    before = state_of(pipe)
-
-    def stop(*_):
-        seen.append(True)
-        if len(seen) >= (3 if where == "callback" else 2):
-            raise error
-        return {} if where == "callback" else None
-
-    with deep_cache(pipe, EVERY_THIRD):
-        around, seen = state_of(pipe), []
-        hook = pipe.transformer.norm_out.register_forward_pre_hook(stop) if where == "model" else None
-        with pytest.raises(error):
-            sample(pipe, **SMALL, callback_on_step_end=stop if hook is None else None)
-        if hook is not None:
-            hook.remove()
-        counts.clear()
-        assert state_of(pipe) == around and not is_kept()
-        assert torch.equal(sample(pipe, **SMALL), cached) and counts == [CACHED]
-    assert state_of(pipe) == before
 
 
 def test_interrupted_image_is_a_shorter_run(pipe, cached, counts):
@@ -131,36 +102,6 @@ def test_scheduler_and_model_may_be_replaced_between_images(pipe, cached, counts
         assert counts == [CACHED, CACHED, CACHED, CACHED]
     finally:
         pipe.transformer, pipe.scheduler = transformer, scheduler
-
-
-def test_offloaded_models_are_skipped_wherever_the_hooks_come_and_go(cached, counts):
-    pipe = pipeline("StableDiffusion3Pipeline")
-    model, cpu = pipe.transformer, torch.device("cpu")
-    free = pipe.maybe_free_model_hooks
-
-    def offload():
-        """As `enable_model_cpu_offload` does, which wants an accelerator."""
-        accelerate.hooks.remove_hook_from_module(model, recurse=True)
-        accelerate.cpu_offload_with_hook(model, cpu)
-
-    pipe.maybe_free_model_hooks = lambda: (free(), offload())[0]
-    with deep_cache(pipe, EVERY_THIRD):
-        sample(pipe, **SMALL)
-        for _ in range(2):
-            assert torch.equal(sample(pipe, **SMALL), cached)
-        accelerate.hooks.remove_hook_from_module(model, recurse=True)
-        pipe.maybe_free_model_hooks = free
-        assert torch.equal(sample(pipe, **SMALL), cached)
-        # With the weights themselves away, those of a skipped step are not fetched.
-        accelerate.cpu_offload(model, cpu)
-        fetched = []
-        for number, block in enumerate(model.transformer_blocks):
-            block.ff.net[2].register_forward_pre_hook(lambda *_, number=number: fetched.append(number))
-        assert torch.equal(sample(pipe, **SMALL), cached)
-        assert fetched == [*range(8), *range(8)]
-    assert counts == [CACHED] * 5
-    accelerate.hooks.remove_hook_from_module(model, recurse=True)
-    assert vars(model)["forward"] == type(model).forward.__get__(model)  # accelerate's leaving, and nothing of ours
 
 
 def test_pipelines_that_share_a_model_have_runs_of_their_own(pipe, plain, cached, counts):
