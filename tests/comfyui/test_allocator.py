@@ -2,13 +2,10 @@
 an NVIDIA card."""
 
 import os
-import time
-from contextlib import suppress
 
 import pytest
 from kit import made_up_device
 
-from dev import Problem
 from dev.tools import comfyui, synthetic, workflow
 from dev.tools.client import Client
 from dev.tools.comfyui import make_base, offer_checkpoint
@@ -91,35 +88,6 @@ def test_a_click_gives_torch_its_own_allocator_from_the_next_start_on_and_anothe
     assert (name, code) == (CORES, "graphs_off")
 
 
-RESTARTS = f"""
-import os, sys
-from server import PromptServer
-
-@PromptServer.instance.routes.post("/restart")
-async def restart(request):
-    os.execv(sys.executable, [sys.executable, *sys.argv])
-
-{NO_NODES}
-"""
-"""As ComfyUI-Manager does: in its place, with the environment that it has by then."""
-
-
-def test_a_click_counts_after_a_restart_by_manager(start):
-    after = []
-
-    def ask(client):
-        choose("on")(client)
-        with suppress(Problem):
-            client.post("/restart")
-        while not after:
-            time.sleep(0.5)
-            with suppress(Problem):
-                after.append(client.get("/accel/state")["cuda_graphs"]["code"])
-
-    assert start(nodes=RESTARTS, ask=ask)[:2] == (OURS, "graphs_off")
-    assert after == ["graphs_on"]
-
-
 def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
     prompt = workflow.change(
         workflow.load(),
@@ -143,16 +111,3 @@ def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
     assert [run["captures"] for run in runs] == [0, 1] and runs[0]["replays"] == 0 < runs[1]["replays"]
     (why,) = runs[0]["fallbacks"]
     assert "turn on CUDA graphs in the Accel tab, or set ACCEL_CUDA_GRAPHS=on" in why["reason"]
-
-
-def test_torch_that_another_pack_has_imported_keeps_its_allocator(start):
-    """Cores that choose after that end by themselves, but where CUDA graphs are turned on."""
-    main = (comfyui.tree() / "main.py").read_text(encoding="utf-8")
-    is_late = main.index("import cuda_malloc") < main.index("\nexecute_prestartup_script()")
-    found = start(prestartup="import torch", ACCEL_CUDA_GRAPHS="on")[:2]
-    assert found == ((CORES, "graphs_blocked") if is_late else (OURS, "graphs_on"))
-
-
-def test_without_a_card_nothing_is_changed_or_offered(start):
-    _, code, log = start("--cpu", ACCEL_CUDA_GRAPHS="on")
-    assert code == "graphs_nowhere" and "Accel: CUDA graphs" not in log

@@ -30,9 +30,6 @@ def pipes(request):
     return plain, fast
 
 
-of_unets = pytest.mark.parametrize("pipes", KINDS[:2], indirect=True)
-
-
 @pytest.fixture
 def compiles_nothing(pipes):
     before = graphs()
@@ -68,19 +65,6 @@ def first_rows(pipe):
     if "ControlNet" in type(pipe).__name__:
         rows["image"] = torch.rand(2, 3, 48, 32, generator=torch.Generator().manual_seed(7))[:1]
     return rows
-
-
-@warmed
-@of_unets
-@pytest.mark.parametrize("images", [1, 3])
-def test_images_per_prompt(pipes, images):
-    plain, fast = pipes
-    given = {"batch": 2, "num_images_per_prompt": images, "generator": torch.Generator().manual_seed(0)}
-    if "ControlNet" in type(fast).__name__:
-        given["image"] = torch.rand(1, 3, 48, 32)
-    out = call(fast, **given)[0]
-    assert len(out) == 2 * images
-    assert difference(out, call(plain, **{**given, "generator": torch.Generator().manual_seed(0)})[0]) < TOLERANCE
 
 
 @warmed

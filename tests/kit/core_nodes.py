@@ -21,9 +21,9 @@ import comfy.samplers
 import torch
 from comfy_extras import nodes_model_patch
 
-from kit.controls import network, taesd, wan_vae
+from kit.controls import network, wan_vae
 from kit.core_families import OTHERS
-from kit.families import DITS, FAMILIES, Shapes, TinyFamily
+from kit.families import FAMILIES, Shapes, TinyFamily
 from kit.other_nodes import caller, find
 from kit.tiny_models import UNET, Family, randomize
 from kit.zoo import Noise
@@ -108,11 +108,6 @@ _ALL = FAMILIES | {
     "Wan, causal": dataclasses.replace(OTHERS["Wan causal"], sizes=_SAME_FRAMES, cfg=1.0),
     # For patches that take no odd sizes
     "Qwen-Image, even": dataclasses.replace(FAMILIES["Qwen-Image"], sizes=(((16, 1, 12, 12),), ((16, 1, 10, 16),))),
-    "Z-Image, even": dataclasses.replace(
-        FAMILIES["Z-Image"],
-        sizes=(((16, 12, 12),), ((16, 10, 16),)),
-        family=Family("ZImage", "ZImage", DITS["Z-Image"].family.config | dict(n_layers=7, n_refiner_layers=2), 48),
-    ),
 }
 FAMILIES_OF_NODES = {name: case for name, case in _ALL.items() if case.is_known}
 
@@ -158,14 +153,6 @@ def diffsynth(model: Any, shapes: Shapes) -> Inputs:
     """A ControlNet for Qwen-Image that comes as a patch: it runs between the model's blocks."""
     net = network(nodes_model_patch.QwenImageBlockWiseControlNet, num_layers=6, dim=64)
     return {"model_patch": patch(net), "vae": wan_vae(), "image": picture(1, 96, 96), "strength": 0.8, "mask": None}
-
-
-def z_image_fun(model: Any, shapes: Shapes) -> Inputs:
-    """The inputs of a patch with Z-Image's control network, as core's loader configures it."""
-    config = dict(n_control_layers=15, additional_in_dim=17, refiner_control=True)
-    cls = nodes_model_patch.comfy.ldm.lumina.controlnet.ZImage_Control
-    net = network(cls, dim=288, n_heads=3, n_kv_heads=3, **config)
-    return {"model_patch": patch(net), "vae": taesd(16), "image": picture(1, 96, 96), "strength": 0.8, "mask": None}
 
 
 def gligen(shapes: Shapes) -> Inputs:
@@ -230,7 +217,6 @@ def _rows() -> dict[str, Row]:
         # Model patches, which call networks of their own between the model's blocks
         "Uni3C": Row("Wan, image to video", "nodes_model_patch.WanUni3CControlnetApply", uni3c),
         "Qwen-Image DiffSynth": Row("Qwen-Image, even", "nodes_model_patch.QwenImageDiffsynthControlnet", diffsynth),
-        "Z-Image Fun 2.0": Row("Z-Image, even", "nodes_model_patch.ZImageFunControlnet", z_image_fun),
         # In the conditioning
         "GLIGEN": Row("UNet", extras=gligen, eager=EAGER),
         "two pictures": Row("Flux Kontext, two pictures", extras=two_pictures),
