@@ -292,7 +292,7 @@ def named_as_cores(kept):
     "what, around, backend",
     [
         ("output", None, "inductor"),
-        ("keys", None, "eager"),
+        ("keys", None, "inductor"),
         ("calls", None, "eager"),
         ("keys", named_as_cores, "eager"),
     ],
