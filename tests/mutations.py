@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-MUTATED = ("accel", "nodes", "locales")
+MUTATED = ("accel/**/*.py", "fleet/*.py", "nodes/*.py", "locales/**/*.json", "web/*.js", "prestartup_script.py")
 TESTS_FAILED = 1
 """pytest's exit code; others mean that nothing ran, such as for a test that is no more."""
 
@@ -437,6 +437,354 @@ MUTATIONS = [
         "comfyui/test_deep_cache_beside_other_nodes.py::"
         "test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone",
     ),
+    Mutation(
+        "overlap of an input seen from one side only",
+        "if low < starts[other] - starts[one] < high:",
+        "if 0 <= starts[other] - starts[one] < high:",
+        "unit/test_tree_spec.py::test_memory_is_shared_by_overlapping_views_alone",
+    ),
+    Mutation(
+        "graph run with a weight that is to be read otherwise",
+        "if len(names) != len(form.parts) or context != form.context:",
+        "if len(names) != len(form.parts):",
+        "unit/test_kinds.py::test_weights_of_a_class_of_their_own_are_read_as_the_tensors_in_them",
+    ),
+    Mutation(
+        "saved graph of torch that only warns of what is not deterministic",
+        "        torch.is_deterministic_algorithms_warn_only_enabled(),\n",
+        "",
+        "unit/test_store_key.py::test_algorithms_that_only_warn_where_they_are_not_deterministic_are_another_setting",
+    ),
+    Mutation(
+        "graph run though the types of weights have changed",
+        "            if not own.check(*weights):\n                return None\n",
+        "",
+        "unit/test_inline_cache.py::test_weights_that_are_others_are_noticed_in_mid_run_and_in_the_next",
+    ),
+    Mutation(
+        "survey kept though a weight is stored otherwise",
+        "for of, kept in self._kept if kept.layout.is_current(model)]",
+        "for of, kept in self._kept]",
+        "unit/test_kept_surveys.py::test_whatever_a_survey_rests_on_is_noticed_when_it_changes",
+    ),
+    Mutation(
+        "blocks compiled that a model has too few of",
+        "if counts[kind] < min_repetitions:",
+        "if not counts[kind]:",
+        "unit/test_survey.py::test_equal_blocks_are_one_kind_and_the_count_decides",
+    ),
+    Mutation(
+        "saved graph of a file that has changed since it was imported",
+        "if max(status.st_mtime, status.st_ctime) > began:",
+        "if not status.st_mtime:",
+        "unit/test_module_files.py::test_file_that_changed_since_is_not_what_runs",
+    ),
+    Mutation(
+        "wrappers around a forward in the wrong order",
+        "zip(reversed(self.cells), reversed(self._contents), strict=True)",
+        "zip(self.cells, self._contents, strict=True)",
+        "unit/test_wrapped_forward.py::test_wrapper_of_a_class_runs_around_the_graph_of_what_was_there",
+    ),
+    Mutation(
+        "blocks left without their stand-ins while they are compared",
+        "if not ways or COMPARED in ways:",
+        "if not ways:",
+        "unit/test_whole_calls.py::test_calls_are_looked_at_until_nothing_is_compared",
+    ),
+    Mutation(
+        "process beside images on a machine of one core",
+        "return cores >= 2 and (free",
+        "return cores >= 1 and (free",
+        "unit/test_beside.py::test_it_needs_a_core_and_memory_of_its_own",
+    ),
+    Mutation(
+        "captured sizes of one run that take turns",
+        "if key in captured and key not in lease.keys]:",
+        "if key in captured]:",
+        "unit/test_capture_pool.py::test_two_sizes_of_one_run_that_do_not_fit_together_do_not_take_turns",
+    ),
+    Mutation(
+        "profiler that does not see compiled blocks",
+        "if profiler._is_profiler_enabled or is_grad_enabled():",
+        "if is_grad_enabled():",
+        "unit/test_lean_calls.py::test_call_with_gradients_or_a_profiler_goes_through_torch",
+    ),
+    Mutation(
+        "store whose name on Windows has quotes",
+        ".strip().strip('\"')",
+        ".strip()",
+        "unit/test_store_location.py::test_environment_moves_the_graphs_or_turns_the_store_off",
+    ),
+    Mutation(
+        "allocator changed for ComfyUI on the CPU",
+        "if args.cpu or is_native or",
+        "if is_native or",
+        "unit/test_prestartup.py::test_what_somebody_else_chose_stays",
+    ),
+    Mutation(
+        "group norm that swallows what comes after it",
+        "has_silu = after is not None and after.target is torch.nn.functional.silu",
+        "has_silu = after is not None",
+        "unit/test_rewriting.py::test_graph_computes_the_same",
+    ),
+    Mutation(
+        "setting that is true in place of a number",
+        "if type(value) is not int or not 0 <= value <= largest:",
+        "if not 0 <= value <= largest:",
+        "unit/test_settings.py::test_wrong_values_are_refused_with_the_range",
+    ),
+    Mutation(
+        "command that installs the Triton of another torch",
+        'f"<3.{minor + 1}"',
+        'f"<3.{minor}"',
+        "unit/test_toolchain.py::test_missing_triton_is_said_with_the_command_for_this_python_and_this_torch",
+    ),
+    Mutation(
+        "plan of skipped steps that goes by one reading",
+        "math.prod(self._shown[-2:]) ** (2 / len(self._shown[-2:]))",
+        "math.prod(self._shown[-1:]) ** 2",
+        "unit/test_quality_plan.py::test_one_large_reading_neither_ends_nor_frees_a_run",
+    ),
+    Mutation(
+        "forecast that goes the wrong way",
+        "factors = [1 - second, second]",
+        "factors = [second, 1 - second]",
+        "unit/test_forecast.py::test_forecast_lies_on_the_line",
+    ),
+    Mutation(
+        "gain of skipped steps with what the first one compiled",
+        "for index in range(1, min(len(steps), len(began)) - 1):",
+        "for index in range(min(len(steps), len(began)) - 1):",
+        "unit/test_account.py::test_skipped_steps_cost_less_than_full_ones",
+    ),
+    Mutation(
+        "warm-up counted as part of the image",
+        "            self._last.prompt = None  # the image",
+        "            pass  # the image",
+        "unit/test_run_record.py::test_a_warm_up_is_no_part_of_the_image_after_it",
+    ),
+    Mutation(
+        "a line in the log for each number of milliseconds",
+        '_NUMBER.sub("#", str(reason))',
+        "str(reason)",
+        "unit/test_fallbacks.py::test_reasons_that_differ_in_numbers_alone_are_one_with_the_latest",
+    ),
+    Mutation(
+        "interrupt hidden in an error of the compiler",
+        'waiting += [error.__cause__, getattr(error, "inner_exception", None), error.__context__]',
+        "waiting += [error.__cause__, error.__context__]",
+        "unit/test_causes.py::test_what_must_pass_is_found_however_it_was_wrapped",
+    ),
+    Mutation(
+        "sampler whose noise is not seen",
+        "made[1], made[2] = 2.0, 0.0",
+        "made[1], made[2] = 1.0, 0.0",
+        "unit/test_sampler_facts.py::test_noise_is_seen_and_takes_nothing_from_the_gains",
+    ),
+    Mutation(
+        "noise level of a flow taken for a ratio",
+        "math.atan2(sigma, 1.0 - sigma if is_flow else 1.0)",
+        "math.atan2(sigma, 1.0)",
+        "unit/test_noise_levels.py::test_angle_goes_from_image_to_noise",
+    ),
+    Mutation(
+        "kernel that divides without its carry",
+        "(index * high + (index * low >> 32) >> 30)",
+        "(index * high >> 30)",
+        "unit/test_kernel_sizes.py::test_quotients_by_inverses_are_exact",
+    ),
+    Mutation(
+        "torch's table of constants left longer",
+        "            del constants[getter]\n",
+        "            pass\n",
+        "unit/test_switches.py::test_torchs_table_of_constants_is_as_before_afterwards",
+    ),
+    Mutation(
+        "panel's table with the oldest graphs",
+        "entries[max(len(entries) - rows, 0) :]",
+        "entries[:rows]",
+        "unit/test_cache_table.py::test_rows_are_bounded_and_the_latest_and_totals_are_of_all",
+    ),
+    Mutation(
+        "message of one's prompt to every page",
+        "if own is not None and client is not None:",
+        "if own is not None:",
+        "unit/test_panel_messages.py::test_what_is_of_a_node_goes_to_nobody_but_who_asked_for_the_prompt",
+    ),
+    Mutation(
+        "method called without its own noting appends",
+        '"__setitem__ add append appendleft',
+        '"__setitem__ add appendleft',
+        "unit/test_kept_state.py::test_the_ways_may_keep_something_and_plain_code_may_not",
+    ),
+    Mutation(
+        "function's cells in no kind",
+        "values = tuple(references.describe_default(value, function, name) for name, value in given_to(function))",
+        "values = ()",
+        "unit/test_code_hash.py::test_wrapper_around_a_method_counts_with_what_it_closes_over",
+    ),
+    Mutation(
+        "graph dropped since memory ran out in one call",
+        "        elif not failure.is_shortage:\n            self._reject",
+        "        else:\n            self._reject",
+        "unit/test_shared_graphs.py::test_graph_stays_whatever_happens_in_one_call",
+    ),
+    Mutation(
+        "function compiled that reads another block's setting",
+        "            if any(map(code.may_read, names)):",
+        "            if code is None and any(map(code.may_read, names)):",
+        "unit/test_given_functions.py::test_function_that_reads_a_setting_of_the_block_it_is_given_is_left_as_it_is",
+    ),
+    Mutation(
+        "block that hands back a copy of what it was given",
+        "return other if out is one else out",
+        "return out",
+        "unit/test_block_runner.py::test_block_that_hands_back_what_it_was_given_hands_back_that_very_tensor",
+    ),
+    Mutation(
+        "steps of several samplings taken for those of one",
+        "is_short = number / samplings < FEW_STEPS",
+        "is_short = number < FEW_STEPS",
+        "unit/test_facts.py::test_skipping_says_how_much_or_why_none",
+    ),
+    Mutation(
+        "doctor that overlooks a missing compiler",
+        "lacking = backend_named(DEFAULT).missing() or toolchain.lacking(device)",
+        "lacking = backend_named(DEFAULT).missing()",
+        "unit/test_doctor.py::test_what_is_missing_and_what_to_do_come_before_all_else_of_compiling",
+    ),
+    Mutation(
+        "size that is always rounded down",
+        "(2 * side + multiple) // (2 * multiple)",
+        "side // multiple",
+        "unit/test_resolution.py::test_each_side_is_rounded_by_itself_and_the_change_is_said",
+    ),
+    Mutation(
+        "cast to fp8 left to a Triton that has none",
+        "if _TYPE in (node.args[1], node.args[0].meta",
+        "if _TYPE in (node.args[0].meta",
+        "unit/test_casts.py::test_casts_from_and_to_e4m3_are_left_to_torch_and_give_the_same",
+    ),
+    Mutation(
+        "reason without its number",
+        'Reason("too_few_blocks", least=min_repetitions)',
+        'Reason("too_few_blocks")',
+        "unit/test_reasons.py::test_every_reason_made_has_a_sentence_with_its_fields",
+    ),
+    Mutation(
+        "sentence with a word that no user knows",
+        '"autocast": "autocast is on, and',
+        '"autocast": "it runs eagerly since autocast is on, and',
+        "unit/test_words.py::test_what_users_read_has_no_refused_word",
+    ),
+    Mutation(
+        "saved graph that outlives another release of its kernels",
+        '"fingerprint", "kernels", "modules", "signature")\n"""Packages of the engine',
+        '"fingerprint", "modules", "signature")\n"""Packages of the engine',
+        "unit/test_architecture.py::test_all_code_that_decides_what_is_in_a_saved_graph_is_in_its_key",
+    ),
+    Mutation(
+        "saved graph that a newer process builds again",
+        "        replaced = True\n    if not replaced:",
+        "        replaced = False\n    if not replaced:",
+        "unit/test_native_kernels.py::test_kernel_that_is_built_is_there_as_its_library",
+    ),
+    Mutation(
+        "doctor that imports from its own folder",
+        'for path in sys.path if path != os.path.join(_PACK, "accel"))]',
+        "for path in sys.path)]",
+        "unit/test_store_wheel.py::test_doctor_runs_as_a_file_under_a_python_that_is_isolated_too",
+    ),
+    Mutation(
+        "model compiled twice over",
+        "    if not component_call.place(module, settings, None):\n        raise",
+        "    if component_call.place(module, settings, None) is None:\n        raise",
+        "unit/test_accelerate_module.py::test_what_cannot_be_accelerated_is_refused_in_a_sentence",
+    ),
+    Mutation(
+        "what is in a list of a closure in no kind",
+        "                self.notes.watch_items(value)\n            return tuple(self.describe",
+        "                pass\n            return tuple(self.describe",
+        "unit/test_kept_in_closures.py::test_what_others_change_in_a_list_or_dict_of_a_closure_is_seen",
+    ),
+    Mutation(
+        "calls described anew since a name of torch's is misspelt",
+        'Internal("torch._C._dynamo.guards", "TensorGuards", ',
+        'Internal("torch._C._dynamo.guards", "TensorGuard", ',
+        "unit/test_torch_internals.py::test_every_name_is_known",
+    ),
+    Mutation(
+        "weight that no sample looks at taken to be where it was",
+        "return _are_at(self._holders, self._names, self._addresses)",
+        "return _are_at(*self._sample)",
+        "unit/test_snapshot.py::test_some_weights_that_moved_are_noticed_by_the_thorough_check_and_all_by_the_cheap_one_too",
+    ),
+    Mutation(
+        "graph of another number among a call's arguments",
+        "return self.facts.values == call.values and self.accepts(call.tensors)",
+        "return self.accepts(call.tensors)",
+        "unit/test_call_values.py::test_each_value_runs_the_graph_that_was_made_for_it",
+    ),
+    Mutation(
+        "copy of a ControlNet that is not accelerated",
+        "        if copied is not self._control:\n            _Calls",
+        "        if copied is None:\n            _Calls",
+        "comfyui/test_controlnet.py::test_copies_of_copies_stay_accelerated_each_with_its_own_hint_and_strength",
+    ),
+    Mutation(
+        "warm-up of a longer prompt that is as short as the given one",
+        "torch.cat([tensor] * -(-length // tokens), dim=1)[:, :length]",
+        "tensor[:, :length]",
+        "comfyui/test_warm_up.py::test_attention_mask_gets_the_prompts_length",
+    ),
+    Mutation(
+        "report that doubles decibels",
+        "-10 * error.log10()",
+        "-20 * error.log10()",
+        "comfyui/test_report.py::test_psnr_by_mental_arithmetic",
+    ),
+    Mutation(
+        "latent of another model snapped at SD's scale",
+        'scale=latent.get("downscale_ratio_spacial", layout.scale)',
+        "scale=layout.scale",
+        "comfyui/test_resolution.py::test_a_latent_without_a_model_tells_its_own_scale",
+    ),
+    Mutation(
+        "streamed weights held after an error",
+        "            last_first.callback(self._pins.release)\n",
+        "",
+        "comfyui/test_streamed_weights.py::test_interrupt_passes_through_and_leaves_no_pin",
+    ),
+    Mutation(
+        "override of attention that is traced once",
+        "        if is_overridden or not is_traced:\n            yield",
+        "        if not is_traced:\n            yield",
+        "comfyui/test_attention.py::test_override_is_called_from_compiled_blocks_and_another_compiles_nothing",
+    ),
+    Mutation(
+        "pipeline's LoRA at full strength",
+        "wrapper.scaling[name], weights",
+        "1.0, weights",
+        "diffusers/test_lora.py::test_strength_that_a_callback_changes_at_every_step_counts",
+    ),
+    Mutation(
+        "context of a pipeline that takes the models of another",
+        "(owner is None or found.owner is owner)",
+        "True",
+        "diffusers/test_restore.py::test_context_of_one_pipeline_leaves_another_of_the_same_models_accelerated",
+    ),
+    Mutation(
+        "fleet's prompts of every batch sent to one replica",
+        'SIZES = ("width", "height", "length", "batch_size")',
+        'SIZES = ("width", "height", "length")',
+        "fleet/test_fleet_prompts.py::test_key_is_the_model_and_the_shape_alone",
+    ),
+    Mutation(
+        "prompt given up that goes on in its ComfyUI",
+        '            await self.ask("POST", "/interrupt", {"prompt_id": prompt_id})\n',
+        "",
+        "fleet/test_fleet_comfyui.py::test_prompt_that_is_followed_no_more_is_taken_back",
+    ),
 ]
 
 
@@ -454,7 +802,7 @@ def copied(folder: Path) -> Path:
 
 def the_file(root: Path, mutation: Mutation) -> Path:
     """The one file of the pack with the mutation's text in it, once."""
-    paths = [path for part in MUTATED for path in (root / part).rglob("*") if path.suffix in (".py", ".json")]
+    paths = [path for pattern in MUTATED for path in root.glob(pattern)]
     found = [path for path in paths for _ in range(path.read_text(encoding="utf-8").count(mutation.before))]
     if len(found) != 1:
         text = mutation.before.strip()

@@ -217,9 +217,10 @@ def test_weights_of_a_class_of_their_own_are_read_as_the_tensors_in_them():
         "up.weight.inner": inner,
         "up.weight.scale": scale,
     }
-    block.up.weight = Wrapped(inner, "")
-    with pytest.raises(RunEagerly, match=r"how a weight is stored \(Wrapped\) changed"):
-        slots.take()
+    for other in (Wrapped(inner, ""), Wrapped(inner, "read otherwise", scale)):
+        block.up.weight = other
+        with pytest.raises(RunEagerly, match=r"how a weight is stored \(Wrapped\) changed"):
+            slots.take()
 
 
 def test_weights_of_which_nothing_can_be_told_are_not_described():

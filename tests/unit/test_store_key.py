@@ -93,6 +93,16 @@ def test_settings_of_the_process_that_change_kernels_are_too(change, back):
     assert store_key.environment(CPU) == before
 
 
+def test_algorithms_that_only_warn_where_they_are_not_deterministic_are_another_setting():
+    try:
+        torch.use_deterministic_algorithms(True)
+        before = store_key.environment(CPU)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert store_key.environment(CPU) != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_device_without_a_name_is_told_by_its_system():
     assert not hasattr(torch.mps, "get_device_name")
     assert platform.platform() in store_key._device("mps", 0)
