@@ -92,7 +92,7 @@ def test_wrapper_of_a_class_runs_around_the_graph_of_what_was_there(model, monke
     expected = plain(model)
     calls, Noted.given = Noted.calls, None
     (out,), eager_calls = compiled(model, cache)
-    assert torch.equal(out, expected) and eager_calls == 0 and reasons() == []
+    assert torch.equal(out, expected) and eager_calls == 0 and cache.statistics()["hits"] == 3 and reasons() == []
     assert (Noted.given is None) == (noting not in wrappers)
     assert Noted.calls == calls + 3 * (scaling in wrappers)  # it counts in a variable of its own
     monkeypatch.undo()
