@@ -79,10 +79,6 @@ def test_latent_is_as_if_nothing_had_been_skipped(sample, skipped):
     assert (wrong - plain).abs().max() > 10 * (right - plain).abs().max()
 
 
-def test_full_steps_alone_are_the_model_s_to_the_bit():
-    assert not any(made(sampler(1), every(1))[1])
-
-
 def test_step_that_hardly_uses_its_prediction_leaves_it_to_the_next():
     """One of 300 times what the latent lacks would be far from any prediction."""
     near = 4.0 * (1 - 1 / 300)

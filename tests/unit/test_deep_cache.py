@@ -9,8 +9,6 @@ import torch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.forecast import forecast
 from comfy_accel.accel.step_cache.noise_levels import angle
-from comfy_accel.accel.step_cache.sampler_facts import measured
-from kit import sampling
 from kit.step_cache import SCHEDULE, bent, euler, every, letters, run_of
 
 LEVELS = tuple(math.tan(1.5 * (1 - step / 20)) for step in range(21))
@@ -87,20 +85,6 @@ def test_forecast_follows_a_latent_that_is_moved_but_not_by_noise_of_the_sampler
         if given is None:
             run.end(latent, torch.full((1, 4), angle(level)))
     assert torch.allclose(given, torch.tensor(angle(4.0))) == adds_noise
-
-
-def test_bent_predictions_are_skipped_less_than_straight_ones():
-    each = []
-    for bend in (0.0, 30.0):
-        run = run_of(DeepCacheSettings(), LEVELS)
-        sampled(run, bend, LEVELS)
-        each.append(run.letters.count("S"))
-    assert each[0] > 5 and each[1] <= each[0] / 2
-
-
-def test_runs_alike_are_alike_to_the_bit():
-    (one, first), (other, second) = (sampled(run_of(DeepCacheSettings(), LEVELS), 0.1, LEVELS) for _ in range(2))
-    assert one == other and torch.equal(first, second)
 
 
 def test_plan_is_told_of_skipped_steps_and_behind_two_full_ones_of_what_skipping_would_have_cost():
@@ -242,23 +226,3 @@ def test_parts_are_foretold_each_on_its_own_line():
             run.end(latent, latent * 0, [latent * 0 + place, latent * 0 - 2 * place])
     parts = run.forecast_parts(latent)
     assert [one[0, 0].item() for one in parts] == pytest.approx([angle(4.0), -2 * angle(4.0)])
-
-
-def test_previews_are_the_prediction_without_what_the_latent_lacked():
-    facts = measured(sampling.SCHEDULE, False, sampling.sampler(0))
-    run = run_of(levels=facts.levels)
-    run = type(run)(every(2), facts, (math.inf, 0.0))
-    shown = []
-
-    def predict(latent, level):
-        run.begin(level)
-        given = run.forecast(latent)
-        if given is None:
-            made = torch.full_like(latent, math.sin(3 * angle(level)))
-            given = run.end(latent, made)
-            shown.append((run.prediction_in(given), made, given))
-        return given
-
-    sampling.sampler(0)(predict, torch.zeros_like, torch.full((1, 4), facts.levels[0]))
-    assert any(not torch.equal(made, given) for _, made, given in shown)
-    assert any(one is not given for one, _, given in shown) and run.prediction_in(torch.zeros(1)).item() == 0

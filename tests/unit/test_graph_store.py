@@ -2,9 +2,7 @@
 
 import dataclasses
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -95,10 +93,9 @@ def test_every_flipped_bit_and_every_truncation_is_a_miss(tmp_path, monkeypatch)
     save(store(tmp_path))
     file = entry(tmp_path)
     whole = file.read_bytes()
-    flipped = (
-        whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in range(len(whole))
-    )
-    for changed in (*flipped, *(whole[:length] for length in range(len(whole)))):
+    places = range(len(whole))
+    flipped = (whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in places)
+    for changed in (*flipped, *(whole[:length] for length in places)):
         file.write_bytes(changed)
         damaged = store(tmp_path)
         assert load(damaged) is None
@@ -311,25 +308,3 @@ def test_without_a_budget_nothing_is_saved_nor_what_cannot_leave_the_process(tmp
     assert not save(store(tmp_path, max_bytes=lambda: 0))
     assert not store(tmp_path).save(key(), "Block", CPU, CompiledGraph(len, len))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_processes_that_compile_the_same_at_once_each_keep_a_whole_graph_and_any_serves(tmp_path):
-    both = [store(tmp_path) for _ in range(2)]
-    assert [load(each) for each in both] == [None, None]  # neither waits for the other
-    together = threading.Barrier(2)
-
-    def compile_and_save(number):
-        for again in range(20):
-            together.wait(10)
-            assert save(both[number], f"differs {again}", data=bytes([number]) * 100_000)
-            assert save(both[number], f"equals {again}", data=b"one" * 100_000)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(compile_and_save, range(2)))
-    names = [path.name for path in (tmp_path / "graphs").iterdir()]
-    assert len(names) == 20 * 2 + 20  # a name is that of its bytes, so equal ones are one entry
-    for again in range(20):
-        found = {load(each, f"differs {again}")[0] for each in (*both, store(tmp_path))}
-        assert found <= {bytes([0]) * 100_000, bytes([1]) * 100_000}
-        assert load(store(tmp_path), f"equals {again}")[0] == b"one" * 100_000
-    assert all(reasons(each) in ([], [NOTHING_SAVED]) for each in both)

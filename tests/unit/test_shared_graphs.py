@@ -1,6 +1,5 @@
 """What one model's call meets says nothing of a graph that other models run too: only the graph's own failure does."""
 
-import errno
 import types
 
 import pytest
@@ -10,8 +9,6 @@ from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
-from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.store.graph_store import Saved
 from kit.blocks import Stop, layers_of, model_of, of_a_pack, reasons
 from kit.compiled import graphs
 
@@ -193,63 +190,3 @@ def test_code_of_others_that_fails_within_a_graph_leaves_its_block_uncompiled_fo
     other = Run(cache, hook=hook)
     assert torch.equal(other.call(), expected) and other.runner.eager_calls == 0
     assert graphs() == 1 and cache.statistics()["graphs"] == 1
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-def test_compiler_around_the_model_takes_its_blocks_and_costs_no_graph(breaks, capfd):
-    cache, run = GraphCache(), Run(GraphCache())
-    torch._dynamo.reset()
-    first = Run(cache)
-    for _ in range(3):
-        first.call()
-    before = graphs()
-    for seed in (0, 5):
-        run = Run(cache, seed)
-        model = run.model
-        with torch.inference_mode():
-            expected = model(X)
-
-        def forward(x, model=model):
-            for block in model.blocks:
-                x = block(x)
-                if breaks:
-                    torch._dynamo.graph_break()
-            return x
-
-        around = torch.compile(forward if breaks else model, backend="eager", fullgraph=not breaks)
-        with torch.inference_mode(), substituted(run.layers, Order.COMPILED):
-            for rows in range(1, 13):
-                x = X.repeat(rows, 1)
-                torch.testing.assert_close(around(x)[:3], expected)
-    assert reasons() == [str(Reason("compiled_around"))]
-    assert "TORCHDYNAMO_VERBOSE" not in capfd.readouterr().err and graphs() > before
-    torch._dynamo.reset()
-    before = graphs()
-    for run in (first, Run(cache), Run(cache, 9)):
-        run.call()
-        assert run.runner.eager_calls == 0
-    assert graphs() == before and cache.statistics()["graphs"] == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "is_distrusted"),
-    [
-        *((error, False) for error in (NO_MEMORY, MemoryError(), RuntimeError("CUDA error: out of memory"), Stop())),
-        (OSError(errno.ENOSPC, "No space left on device"), False),
-        (OSError("cannot open shared object"), True),
-        (ValueError("bad magic number"), True),
-    ],
-)
-def test_saved_graph_is_distrusted_where_its_bytes_cannot_be_read_and_for_no_trouble_of_the_machine(
-    error, is_distrusted
-):
-    distrusted: set[str] = set()
-    store = types.SimpleNamespace(stop_loading=distrusted.add, _unreadable=lambda error: error)
-    saved = Saved(store, types.SimpleNamespace(stem="saved"), None, (Stop,))
-    saved.is_read = True
-    try:
-        with saved:
-            raise error
-    except Stop:
-        assert isinstance(error, Stop)
-    assert distrusted == ({"saved"} if is_distrusted else set())

@@ -38,20 +38,6 @@ def test_address_is_no_folder(tmp_path, monkeypatch, caplog):
     assert cache.store is None and "only a folder can be used" in caplog.text
 
 
-def test_looking_for_the_folder_touches_no_disk(tmp_path):
-    touched = []
-
-    def hear(event, arguments):
-        if hearing and event in ("open", "os.scandir", "os.listdir", "os.mkdir"):
-            touched.append(str(arguments[0]))
-
-    hearing = True
-    sys.addaudithook(hear)
-    assert str(location.folder(tmp_path)) == str(tmp_path / "graphs")
-    hearing = False
-    assert not [path for path in touched if str(tmp_path) in path]
-
-
 @pytest.mark.parametrize("how", ["variable", "link"])
 def test_graphs_moved_by_hand_are_used(tmp_path, monkeypatch, how):
     home, other = tmp_path / "home", tmp_path / "other disk" / "graphs"

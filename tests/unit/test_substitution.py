@@ -195,26 +195,6 @@ def test_layer_that_cannot_be_outside_lets_the_call_pass():
     assert outside_recording(times_ten, nowhere)(lambda x: x, 3) == 3
 
 
-def test_place_outside_that_is_gone_after_the_call_is_not_left_twice():
-    left = []
-
-    @contextmanager
-    def once():
-        if left:
-            raise RunEagerly(Reason("captured_around"))
-        yield
-        left.append(1)
-
-    def outside():
-        if left:
-            raise RunEagerly(Reason("captured_around"))
-        return once()
-
-    with pytest.raises(RunEagerly):
-        outside_recording(lambda inner, x: inner(x), outside)(lambda x: x, 3)
-    assert left == [1]
-
-
 def around(kept):
     return lambda x: kept(x) + 100
 
@@ -229,18 +209,6 @@ def test_stand_in_that_somebody_has_kept_calls_nothing_but_the_forward_when_the_
             assert module(1) == 120 + 5 * others
         assert module.forward is kept and module(1) == 102
         del module.forward
-
-
-def test_context_that_is_entered_within_itself_takes_nothing_from_the_outer_one():
-    module = AddOne()
-    again = Substitution({module: times_ten}, Order.COMPILED)
-    for _ in range(2):
-        with again.in_place():
-            outer = module.__dict__["forward"]
-            with again.in_place():
-                assert module(1) == 200 and len(module.__dict__["forward"].items) == 2
-            assert module(1) == 20 and module.__dict__["forward"].items == outer.items
-        assert "forward" not in module.__dict__
 
 
 def test_interrupt_while_stand_ins_are_put_in_place_leaves_none(monkeypatch):
@@ -262,14 +230,3 @@ def test_interrupt_while_stand_ins_are_put_in_place_leaves_none(monkeypatch):
         with again.in_place():
             assert [module(1) for module in modules] == [20, 1010, 25]
     assert ["forward" in module.__dict__ for module in modules] == [False, True, False]
-
-
-def test_stand_ins_of_a_forward_that_the_class_has_no_more_are_not_used_again(monkeypatch):
-    module = AddOne()
-    again = Substitution({module: times_ten}, Order.COMPILED)
-    with again.in_place():
-        monkeypatch.setattr(AddOne, "forward", lambda self, x: x + 2)
-        with again.in_place():
-            pass
-    with again.in_place():
-        assert module(1) == 30

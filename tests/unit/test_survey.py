@@ -73,14 +73,6 @@ def test_blocks_left_uncompiled_are_told_by_class_and_reason_wherever_they_are()
     assert told == [{("Block", Reason("forward_replaced")): len(places)}] and len(places) >= 2
 
 
-def test_block_with_somebody_elses_forward_stays_eager_with_the_reason():
-    model = Model()
-    model.middle.forward = lambda x: x
-    found = survey(model)
-    assert len(found.regions) == 4
-    assert found.left_eager == (("middle", Reason("forward_replaced")),)
-
-
 def test_forward_that_somebody_has_put_back_is_the_blocks_own():
     model = Model()
     kinds = survey(model).kinds
