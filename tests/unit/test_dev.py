@@ -4,7 +4,6 @@ import ast
 import errno
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,40 +30,6 @@ def venv(monkeypatch, tmp_path):
 # Arguments
 
 
-@pytest.mark.parametrize("given", [[], ["bench", "--help"]])
-def test_help_is_printed_where_nothing_is_asked_for_and_has_one_measurement_a_line(given, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main.parse(given)
-    lines = capsys.readouterr().out.splitlines()
-    named = BENCHES if given else ("demo", "test", "serve", "release", "bench")
-    assert not ended.value.code and {line.split()[0].rstrip(":") for line in lines if line.startswith("  ")} >= {*named}
-
-
-AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
-
-
-@pytest.mark.parametrize(
-    ("given", "runs"),
-    [
-        ([], AT_ONCE),
-        (["--all"], [*AT_ONCE, "-m", ""]),
-        (["--all", "-x"], [*AT_ONCE, "-m", "", "-x"]),
-        (["tests/unit"], ["tests/unit"]),
-        (["tests/unit", "-m", "thorough"], ["tests/unit", "-m", "thorough"]),
-    ],
-)
-def test_thorough_tests_run_where_all_or_they_are_asked_for(monkeypatch, tmp_path, given, runs):
-    monkeypatch.setattr(sys, "argv", ["dev.py", "test", *given])
-    monkeypatch.setattr(main, "own_python", lambda requirements, torch: "python")
-    monkeypatch.setattr(main, "find_comfyui", lambda python, named: tmp_path)
-    monkeypatch.setattr(main, "lay_frontend", lambda python: None)
-    monkeypatch.setattr(main, "call", lambda command, environment: (command, environment))
-    command, environment = main.main()
-    assert command == ["python", "-m", "pytest", *runs]
-    set_here = {name for name, value in environment.items() if main.os.environ.get(name) != value}
-    assert set_here <= {"COMFYUI_PATH"}, "pytest alone would run the tests otherwise"
-
-
 def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").touch()
@@ -87,14 +52,6 @@ def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(m
 def test_what_cannot_be_done_is_said_before_anything_is_begun(arguments, said):
     with pytest.raises(Problem, match=said):
         main.parse(arguments)
-
-
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_after_a_measurement_is_the_measurements_own(capsys, flag):
-    assert main.parse(["bench", "fleet", flag])[1] == [flag]
-    with pytest.raises(SystemExit):
-        main.parse(["bench", flag])
-    assert "fleet: " in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_measurement_is_a_module_of_bench():
@@ -124,18 +81,6 @@ def test_only_changed_requirements_are_installed_again(venv, tmp_path):
         assert len(venv) == calls
 
 
-@pytest.mark.parametrize(("version", "audio"), [("2.9.1", "2.9.1"), ("2.15.0", "2.11.0"), ("2.13.0+cpu", "2.11.0")])
-def test_another_torch_has_an_environment_of_its_own_with_what_was_released_with_it(venv, tmp_path, version, audio):
-    folder = tmp_path.with_name(f"{tmp_path.name}-torch-{version}")
-    python = folder / main.VENV_PYTHON
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert main.own_python([main.RUNNING], version) == python
-    asked = Path(venv[0][1]).read_text(encoding="utf-8").splitlines()
-    assert {f"torch=={version}", "torchvision", f"torchaudio=={audio}"} <= set(asked)
-    assert not any(line.startswith("torch==2.11") for line in asked)
-
-
 def test_failed_installation_leaves_no_stamp(venv, monkeypatch):
     def fail(python, arguments):
         raise Problem("No.")
@@ -144,21 +89,6 @@ def test_failed_installation_leaves_no_stamp(venv, monkeypatch):
     with pytest.raises(Problem):
         main.own_python([main.RUNNING])
     assert not list(main.VENV.glob("installed*"))
-
-
-@pytest.mark.parametrize(
-    ("said", "sentence"),
-    [
-        (b"ERROR: No matching distribution found for torch", "check the network"),
-        (b"ERROR: [Errno 28] No space left on device", "disk is full"),
-    ],
-)
-def test_failing_pip_becomes_one_sentence(monkeypatch, tmp_path, said, sentence):
-    monkeypatch.setattr(main, "WORK", tmp_path)
-    monkeypatch.setattr(main.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, stdout=said))
-    with pytest.raises(Problem, match=sentence):
-        main.install("python", ["torch"])
-    assert (tmp_path / "pip.log").read_bytes() == said
 
 
 def test_too_little_disk_is_told_before_anything_is_made(monkeypatch, tmp_path):

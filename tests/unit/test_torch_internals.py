@@ -1,6 +1,5 @@
 """Torch without one of its private names: blocks run compiled all the same, or eagerly for one reason, and rightly."""
 
-import ast
 import os
 import subprocess
 import sys
@@ -21,49 +20,6 @@ def test_every_name_is_known():
     expected = [name for name in built if tuple(map(int, name.since.split("."))) <= version]
     assert [str(name) for name in expected if not name.is_there] == []
     assert [name for name in torch_internals.ALL if not name.without] == []
-
-
-OUTSIDE = {
-    # Asked with a default, or left alone, where it is not there.
-    "torch._C",
-    "torch.fx.experimental._config",
-    # In the table, but imported by code that stands in saved graphs, or as the module of settings in the table.
-    "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
-    "torch._inductor.codecache.write_atomic",
-    "torch._inductor.runtime.cache_dir_utils.cache_dir",
-    "torch._inductor.config",
-    "torch._functorch.config",
-    # What torch's documentation and other libraries use; the pack does not start without these.
-    "torch.Tensor._make_wrapper_subclass",
-    "torch._C.DisableTorchFunctionSubclass",
-    "torch._C.TensorBase",
-    "torch._check",
-    "torch._dynamo.config",
-    "torch._dynamo.config.patch",
-    "torch._foreach_copy_",
-    "torch._ops.OpOverload",
-    "torch._ops.OpOverloadPacket",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._pytree.tree_leaves",
-    "torch.utils._pytree.tree_map_only",
-}
-"""Private names of torch outside of the table."""
-
-
-def test_no_other_private_name_is_used():
-    files = (Path(comfy_accel.__file__).parent / "accel").rglob("*.py")
-    assert {name for file in files for name in private_names(ast.parse(file.read_text("utf-8")))} == OUTSIDE
-
-
-def private_names(tree):
-    """Names of torch with a part that begins with an underscore, each as long as the code has it."""
-    nodes = list(ast.walk(tree))
-    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    names = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute) and id(node) not in inner]
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return {name for name in names if name.startswith("torch.") and "._" in name and ".__" not in name}
 
 
 def test_marks_of_dynamic_sizes_are_where_a_stand_in_looks_for_them():

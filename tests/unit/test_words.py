@@ -93,8 +93,3 @@ def test_what_users_read_has_no_refused_word(texts):
         for match in re.finditer(pattern, text, re.IGNORECASE)
     ]
     assert found == []
-
-
-def test_code_is_not_read_and_prose_is():
-    assert prose("as `eagerly` and\n```\neagerly\n```\nanew") == "as  and\n\nanew"
-    assert list(strings('"""A docstring of words."""\nx = "one two three"\ny = "run eagerly"')) == ["one two three"]
