@@ -29,7 +29,7 @@ GIB_NEEDED = 8
 AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
 """For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB.
 
-The longest files come first in the order of folders, so that both processes end at about the same time.
+The longest come first, by tests/conftest.py and then by folder, so that both processes end at about the same time.
 """
 
 EVERY = ["-m", ""]

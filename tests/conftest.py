@@ -33,6 +33,9 @@ pack.load()
 TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py", "/test_texts.py")
 """Parts of the paths of files whose tests share a server."""
 
+APART = "tests/unit/test_made_up_device.py"
+"""A file whose tests are processes of minutes each, and share nothing: they are begun first, by whoever is free."""
+
 
 def pytest_addoption(parser):
     parser.addoption("--write-models", action="store_true", help="write docs/models.json and its page anew")
@@ -80,6 +83,11 @@ def skip_without_links():
         pytest.skip("this account may make no symbolic links")
 
 
+def pytest_collection_modifyitems(items):
+    """Two processes end at about the same time where the longest work is begun first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(APART))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Keep a file's tests in one worker, where they share models and graphs; all of the browser's share servers.
@@ -92,7 +100,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            path = nodeid.partition("::")[0]
+            path = nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
             return next((names for names in TOGETHER if any(name in path for name in names)), path)
 
     return ByFile(config, log)
