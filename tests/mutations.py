@@ -95,9 +95,9 @@ TABLE = r'''
 -            self._leases.discard(lease)
 # interrupt swallowed
 @ comfyui/test_faults.py::test_comfyuis_interrupt_inside_a_compiled_block_is_not_swallowed
--        pass_on(error, self._interrupts)
--        if self.observer is not None and self.observer.capturing
-+        if self.observer is not None and self.observer.capturing
+-        pass_on(error, self._blocks_run.interrupts)
+-        if self._is_capturing:
++        if self._is_capturing:
 # wrong locale key
 @ comfyui/test_texts.py::test_both_languages_have_the_same_texts_with_the_same_blanks
 -"showMore": "Show more
@@ -176,8 +176,8 @@ TABLE = r'''
 +STEPS, LEAST = 4.0, 2**7
 # blocks with others' code never timed
 @ unit/test_opaque_layers.py::test_blocks_are_timed_by_turns_around_code_of_others_which_runs_once_in_each_call
--known.of(call.inputs, captured, one_way) if self._is_measured else None
-+known.of(call.inputs, captured) if self._is_measured and not one_way else None
+-known.of(call.inputs, captured, one_way) if self._run.settings.measured else None
++known.of(call.inputs, captured) if self._run.settings.measured and not one_way else None
 # output compared with its largest values and not with what the block adds
 @ unit/test_output_check.py::test_faults_are_found_in_bf16_though_a_block_adds_little
 -allowed = added.square().add_(adds)
@@ -216,8 +216,8 @@ TABLE = r'''
 +BufferSpec(torch.Size((t.ndim,)), t.dtype,
 # capture replayed for another attention
 @ unit/test_model_capture.py::test_what_changes_the_work_is_captured_apart_and_what_changes_values_is_not
--CaptureKey(model, self.spec, self._specs, facts)
-+CaptureKey(model, self.spec, self._specs, None)
+-CaptureKey(model, self._spec, self._inputs, facts)
++CaptureKey(model, self._spec, self._inputs, None)
 # capture replayed on the last call's inputs
 @ unit/test_model_capture.py::test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_next
 -        self._buffers.fill(tensors)

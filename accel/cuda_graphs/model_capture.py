@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cache.entry import Entry, Lease
+from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..core.errors import one_line
 from ..core.events import emit
@@ -27,15 +28,13 @@ from ..dispatch.block_runner import NotReady
 from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
+from ..signature.argument_guard import CallSignatures
 from .call_capture import Call, CallCapture, tensors_of
-from .capture_key import CallCache, CallVariant, CaptureKey
+from .capture_key import CallVariant, CaptureKey
 from .conditions import CaptureFailed, of_arguments, of_warm_call, of_weights
 from .host_constants import HostConstants
 from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturedCall, CapturePool
-
-_MAX_PROGRESS = 256
-"""Keys of a run whose progress is remembered."""
 
 _HOW = "block by block"
 
@@ -78,10 +77,10 @@ class ModelCapture:
         self.blocks = blocks
         for runner in blocks.runners.values():
             runner.observer = self._observer
-        self._progress: dict[CaptureKey, _Progress] = {}
+        self._progress: defaultdict[CaptureKey, _Progress] = defaultdict(_Progress)
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
         self._guard = ModelGuard(model, host)
-        self._calls = CallCache(host.simplify)
+        self._calls = CallSignatures(host.simplify)
         self._off: Reason | None = None
         self._held: frozenset = frozenset()
         self.eager_calls = 0
@@ -108,7 +107,10 @@ class ModelCapture:
         except Exception as error:
             reason = Reason("capture_failed", error=one_line(error))
         if call is None:
-            self._refuse(reason)
+            if reason is not None and reason != self._off:  # else told before
+                self._note(reason)
+                if reason.code == "cuda_malloc_async":  # for as long as the process lives
+                    self._off = self.blocks.unspared = reason
             return self._alone(inner, args, kwargs)
         self._observer.may_capture = True
         captured = self._current(call.key)
@@ -118,13 +120,6 @@ class ModelCapture:
         done, out = self._replay(captured, call.tensors)
         del captured
         return out if done else self._alone(inner, args, kwargs)
-
-    def _refuse(self, reason: Reason | None) -> None:
-        if reason is None or reason == self._off:  # told before
-            return
-        self._note(reason)
-        if reason.code == "cuda_malloc_async":  # for as long as the process lives
-            self._off = self.blocks.unspared = reason
 
     def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call made, with streamed weights free to give way to what it computes."""
@@ -148,9 +143,13 @@ class ModelCapture:
         _require(self._pool.capturer.why_not(variant.device))
         key = variant.key(self._model, self._facts)
         entry = self._cache.get(key, self._lease)
-        # Weights are looked at one by one, so a call that will not be captured does without.
-        if (entry is None or not entry.graphs) and self._is_refused(key, entry):
-            return None
+        if entry is None or not entry.graphs:
+            progress = self._progress[key]
+            if entry is not None and entry.failure is not None and not progress.refused:
+                self._note(entry.failure)
+                progress.refused = True
+            if progress.refused:  # without a look at the weights, one by one
+                return None
         reason = self._hold()
         if reason is None and not self._guard.seems_current():
             self._confirmed.clear()
@@ -163,13 +162,15 @@ class ModelCapture:
 
     def _variant_of(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
         """The variant of the call, and its tensors."""
-        found = None if torch.is_grad_enabled() else self._calls.find(args, kwargs)
+        found = None if torch.is_grad_enabled() else self._calls.match(args, kwargs)
         if found is not None:
             return found
         inputs: list[torch.Tensor] = []
         spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
         _require(of_arguments(inputs))
-        return self._calls.add(args, kwargs, spec, inputs), inputs
+        variant = CallVariant(spec, inputs)
+        self._calls.signature_of(args, kwargs, spec, inputs, {}).add(variant, inputs)
+        return variant, inputs
 
     def _hold(self) -> Reason | None:
         """Hold the model's weights where they are streamed; why not, if that fails."""
@@ -195,7 +196,7 @@ class ModelCapture:
         if captured not in self._confirmed:
             if captured.digest != self._guard.weights.digest or not captured.has_kernels():
                 # It had its dry run before it was captured, and the code is part of the key.
-                progress = self._progress_of(key)
+                progress = self._progress[key]
                 progress.resident_before, progress.constants = self._held, captured.constants
                 self._cache.evict(key)
                 return None
@@ -229,18 +230,10 @@ class ModelCapture:
 
     # From the first call of a key to its capture
 
-    def _is_refused(self, key: CaptureKey, entry: Entry | None) -> bool:
-        """Whether there will be no captured call of the key in this run."""
-        progress = self._progress_of(key)
-        if entry is not None and entry.failure is not None and not progress.refused:
-            self._note(entry.failure)
-            progress.refused = True
-        return progress.refused
-
     def _warm_up(self, call: Call, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Make the call eagerly, and take the next step towards its capture."""
         key, device = call.key, call.device
-        progress, entry = self._progress_of(key), self._cache.get(key)
+        progress, entry = self._progress[key], self._cache.get(key)
         held = self._held
         is_due = progress.resident_before == held
         # The dry run calls the model once more, which must leave no trace; on the device it ends before there is one.
@@ -328,11 +321,6 @@ class ModelCapture:
         except Exception as error:
             return Reason("capture_failed", error=one_line(error))
 
-    def _progress_of(self, key: CaptureKey) -> _Progress:
-        if key not in self._progress and len(self._progress) >= _MAX_PROGRESS:
-            self._progress.clear()
-        return self._progress.setdefault(key, _Progress())
-
     def _mark_failed(self, key: CaptureKey, reason: Reason, is_shortage: bool) -> None:
         """After a failed replay: no more captured calls of this key, or of any in this run where memory is short."""
         if is_shortage:
@@ -342,7 +330,7 @@ class ModelCapture:
         entry = self._cache.get(key)
         if entry is not None:
             entry.mark_failed(reason)
-        self._progress_of(key).refused = True
+        self._progress[key].refused = True
         self._note(reason)
 
     def _stop(self, reason: Reason) -> None:

@@ -11,12 +11,11 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..beside.making import tell_if_late
-from ..cache.entry import Entry, Lease
-from ..cache.graph_cache import GraphCache, NoGraph
+from ..cache.graph_cache import NoGraph
 from ..compile.backend import Pending
 from ..compile.benchmark import draws_again
 from ..compile.compiled_graph import CompiledGraph
-from ..core.compile_settings import CompileSettings, Trouble
+from ..core.compile_settings import Trouble
 from ..core.errors import Failure, pass_on, without_frames
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
@@ -36,7 +35,7 @@ from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
 from .lora import AddedWeights, with_added
-from .resolver import CodePending, GraphResolver, ResolvedGraph
+from .resolver import BlocksRun, CodePending, GraphResolver, ResolvedGraph
 
 compiler_around = COMPILER_AROUND.get(lambda: None)
 """What compiles the code that runs in this thread now; None where nothing does."""
@@ -54,13 +53,9 @@ class BlockRunner:
 
     simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options do not reach
         the compiler; it raises `RunEagerly` when they concern the block.
-    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed. ask: as for `Host`.
-    lease: keeps the run's graphs in the cache; None outside of a run.
     source: of the block's weights, where these are not in place.
     outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
         model's memory and freed outside, or the other way round.
-    kind_unchanged: whether the block is still of the kind that a region says.
-    make: makes the runner of another region of the block; None where calls with functions run eagerly.
     """
 
     for_own_alone = True
@@ -68,31 +63,21 @@ class BlockRunner:
     def __init__(
         self,
         region: Region,
-        cache: GraphCache,
-        settings: CompileSettings,
+        run: BlocksRun,
         simplify_options: Callable[[dict], dict] | None = None,
-        interrupts: tuple[type[BaseException], ...] = (),
-        lease: Lease | None = None,
         source: WeightSource | None = None,
-        kind_unchanged: Callable[[Region], bool] = lambda region: True,
         outside_recording: Outside = nullcontext,
-        make: Callable[[Region], BlockRunner] | None = None,
-        ask: Callable[[], None] = lambda: None,
     ):
-        self._region = region
-        self._cache = cache
-        self._settings = settings
-        self._simplify = simplify_options
-        self._interrupts = interrupts
-        self._resolver = GraphResolver(region, cache, settings, interrupts, lease, kind_unchanged, ask)
-        kind, wraps = region.kind, region.context.wraps
+        self._region, self._blocks_run, self._simplify = region, run, simplify_options
+        self._resolver = GraphResolver(region, run)
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or region.slots
-        self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
+        wraps = region.context.wraps
+        self._lora = None if wraps is None else AddedWeights(region.block, region.kind.tensors, wraps)
         self._calls_layers = region.calls_layers
-        known = KnownCalls.of(region, cache, settings, type(self._weights))
-        self._inline = InlineCache(region.path, cache, self._weights, simplify_options, known, lease)
+        known = KnownCalls.of(region, run.cache, run.settings, type(self._weights))
+        self._inline = InlineCache(region.path, run.cache, self._weights, simplify_options, known, run.lease)
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.ways: set[str | Reason | None] = set()
@@ -102,9 +87,10 @@ class BlockRunner:
         """Set while whole model calls are captured."""
         self.code: CurrentCode | None = None
         self.instead: BlockRunner | Reason | None = None
-        """See `current_code.InPlace`; set on the runner that is in place."""
+        """What runs the block under code that its own region was not surveyed with, or why it runs eagerly there; None
+        under its own. Set, as `code` is, on the runner that is in place."""
         self._passing: object = None
-        self._make, self._for_functions = make, {}
+        self._for_functions: dict[tuple[tree_spec.Function, ...], BlockRunner] = {}
         self._pending: Pending | None = None
         """Code that is still being made: calls that no graph runs wait for it, uncompiled."""
         self._left: Reason | None = None
@@ -130,13 +116,12 @@ class BlockRunner:
         else:
             with outside_recording, weights_taken(self._weights, inner) as streaming:
                 return self._call(streaming, args, kwargs)
-        return self._eagerly(self._described(inner, args, kwargs), reason)
+        return self._run_eagerly(self._describe(inner, args, kwargs), reason)
 
     def _call(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        observer = self.observer
+        observer, code = self.observer, self.code
         if observer is not None and observer.runs_eagerly:
             return inner(*args, **kwargs)
-        code = self.code
         if code is not None:
             again = self._passing is code.passing
             if code.needs_comparison(self._region.block, again):
@@ -146,32 +131,28 @@ class BlockRunner:
                 return self._call_instead(self.instead, inner, args, kwargs)
         if self._calls_layers:
             opaque_layers.begin(self._region.block)
-        if self._lora is None or self._are_bare():
-            captured = self._is_captured
-            hit = self._inline.match(args, kwargs, captured)
-            if hit is not None:
-                guarded, tensors, given = hit
-                resolved, counter = guarded.resolved, guarded.counter
-                counter.hits += 1
-                self.ways.add(COMPILED)
-                if observer is not None:
-                    observer.used.append((resolved.entry, resolved.graph, counter))
-                try:
-                    out = (guarded.lean or resolved.graph.run)(tensors)
-                    for at in guarded.copied:
-                        out = _handed_back(out, tensors[at - len(given)], given[at])
-                    return out
-                except RunEagerly as refusal:
-                    failure = refusal.reason
-                except Exception as error:
-                    failure = self._failure_of(error, in_graph=True)
-                del hit, tensors, given  # the block may bring its weights itself
-                return self._failed(self._described(inner, args, kwargs), resolved, failure)
-        return self._call_unmatched(inner, args, kwargs)
+        match = self._inline.match(args, kwargs, self._is_captured) if self._lora is None or self._is_bare() else None
+        if match is None:
+            return self._call_unmatched(inner, args, kwargs)
+        resolved, tensors, given = match
+        guard = resolved.guard
+        guard.counter.hits += 1
+        self.ways.add(COMPILED)
+        if observer is not None:
+            observer.used.append((resolved.entry, resolved.graph, guard.counter))
+        try:
+            out = guard.run(tensors)
+            for at in guard.copied:
+                out = _copy_back(out, tensors[at - len(given)], given[at])
+            return out
+        except Exception as error:
+            failure = self._failure_of(error, in_graph=True)
+        del match, tensors, given  # the block may bring its weights itself
+        return self._run_after_failure(self._describe(inner, args, kwargs), resolved, failure)
 
     def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if isinstance(other, Reason):
-            return self._eagerly(self._described(inner, args, kwargs), other)
+            return self._run_eagerly(self._describe(inner, args, kwargs), other)
         other.observer, other.ways, before = self.observer, self.ways, other.eager_calls
         try:
             return other(inner, *args, **kwargs)
@@ -187,7 +168,11 @@ class BlockRunner:
         """Whether the call is one of those that will be captured."""
         return self.observer is not None and self.observer.may_capture
 
-    def _are_bare(self) -> bool:
+    @property
+    def _is_capturing(self) -> bool:
+        return self.observer is not None and self.observer.capturing
+
+    def _is_bare(self) -> bool:
         """Whether nothing is added to the weights in this call."""
         try:
             return not self._lora.read()
@@ -196,63 +181,66 @@ class BlockRunner:
 
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call that no guard matched."""
+        call, refusal, found = self._describe(inner, args, kwargs), None, None
         if self._left is not None:
             self.ways.add(None)
-            return self._eagerly(self._described(inner, args, kwargs), self._left)
-        call, other, resolved = self._described(inner, args, kwargs), None, None
-        if self._pending is not None and not self._pending.is_done:
-            return self._wait(call, CodePending(self._pending))
+            return self._run_eagerly(call, self._left)
         try:
-            other = self._runner_with(self._flatten(call))
-            if other is None:
-                self._take(call)
-                resolved = self._resolve(call)
-            if resolved is not None:
-                self._prepare(call, resolved)
+            if self._pending is not None and not self._pending.is_done:
+                raise CodePending(self._pending)
+            found = self._find(call)
         except Refusal as why:
             refusal = without_frames(why)
-        else:
-            if other is not None:
-                return self._call_instead(other, inner, args, kwargs)
-            if resolved is None:
-                self.ways.add(None)
-            return self._eagerly(call, self.why) if resolved is None else self._run(call, resolved)
         if isinstance(refusal, NoGraph):
-            return self._without_graph(call, refusal)
+            return self._run_without_graph(call, refusal)
         if isinstance(refusal, CodePending):
             return self._wait(call, refusal)
-        return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
+        if refusal is not None:
+            return self._run_eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
+        if isinstance(found, BlockRunner):
+            return self._call_instead(found, inner, args, kwargs)
+        if found is None:
+            self.ways.add(None)
+            return self._run_eagerly(call, self.why)
+        return self._run(call, found)
 
     def _wait(self, call: Call, why: CodePending) -> Any:
         """Run a call eagerly whose code is still being made; a later one like it may run compiled."""
-        if self.observer is not None and self.observer.capturing:
+        if self._is_capturing:
             raise NotReady(f"{self.kind.name} ({self._region.path}) has no code yet")
         self._pending = why.pending
         tell_if_late()
         self.ways.add(COMPARED)
         if self.observer is not None:
             self.observer.is_stable = False
-        return self._eagerly(call, why.reason)
+        return self._run_eagerly(call, why.reason)
 
-    def _described(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-        how = {"backend": self._settings.backend, "any_size": self._settings.any_size}
-        return Call(self.kind, **how, inner=inner, args=args, kwargs=kwargs)
+    def _describe(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
+        settings = self._blocks_run.settings
+        call = Call(self.kind, backend=settings.backend, any_size=settings.any_size)
+        call.inner, call.args, call.kwargs = inner, args, kwargs
+        return call
 
-    def _flatten(self, call: Call) -> tree_spec.Spec:
-        """Find the call's structure and tensors. Raises Refusal: no graph may run it."""
+    def _find(self, call: Call) -> ResolvedGraph | BlockRunner | None:
+        """The graph for the call, which then has the weights that it takes; the runner that calls with the functions
+        among its arguments have; None where it runs eagerly. Raises Refusal: no graph may run it."""
         try:
             call.spec = tree_spec.flatten((call.args, call.kwargs), call.given, self._simplify, functions=True)
         except tree_spec.UnsupportedArgument as why:
             raise Refusal(Reason("unsupported_argument", what=str(why))) from None
-        return call.spec
+        functions = tree_spec.functions_in(call.spec)
+        if functions and self._region.given is None:
+            return self._runner_for(functions)
+        self._take_weights(call)
+        resolved = self._resolve(call)
+        if resolved is not None:
+            self._prepare(call, resolved)
+        return resolved
 
-    def _runner_with(self, spec: tree_spec.Spec) -> BlockRunner | None:
-        """What runs calls with the functions in the spec, whose code counts; None for this runner. Raises Refusal."""
-        functions = tree_spec.functions_in(spec)
-        if not functions or self._region.given is not None:
-            return None
+    def _runner_for(self, functions: tuple[tree_spec.Function, ...]) -> BlockRunner:
+        """What runs calls with these functions, whose code counts. Raises Refusal."""
         refusal = Refusal(Reason("unsupported_argument", what="a function"))
-        if self._make is None:
+        if self._blocks_run.make is None:
             raise refusal
         try:
             region = self._region.of_calls_with(functions)
@@ -261,11 +249,10 @@ class BlockRunner:
             raise refusal from None
         known = self._for_functions.get(functions)
         if known is None or known._region is not region:
-            known = self._for_functions[functions] = self._make(region)
+            known = self._for_functions[functions] = self._blocks_run.make(region)
         return known
 
-    def _take(self, call: Call) -> None:
-        """Find the call's weights. Raises Refusal: no graph may run it."""
+    def _take_weights(self, call: Call) -> None:
         verdict = self._inline.verdict(call, self._is_captured)
         if verdict is not None:
             self.ways.add(verdict)
@@ -281,9 +268,8 @@ class BlockRunner:
 
     def _resolve(self, call: Call) -> ResolvedGraph | None:
         """The graph for the call; None where it runs eagerly. Raises NoGraph."""
-        is_capturing = self.observer is not None and self.observer.capturing
         is_known, resolved = self._inline.find(call, self._is_captured)
-        if is_capturing and (not is_known or (resolved is not None and self._is_compared(resolved))):
+        if self._is_capturing and (not is_known or (resolved is not None and self._is_compared(resolved))):
             raise NotReady(f"{self.kind.name} ({self._region.path}) has no compared graph at hand")
         if is_known:
             return resolved
@@ -307,12 +293,12 @@ class BlockRunner:
         if self._is_compared(resolved) and self._is_streamed:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()
-        else:
-            if not call.weights:  # given back while the graph was made
-                call.weights = self._weights.take(call.inputs)
-                if not resolved.graph.facts.allow(call.tensors):
-                    raise RunEagerly(Reason("code_changes"))
-            call.weights = with_added(call.weights, call.added)
+            return
+        if not call.weights:  # given back while the graph was made
+            call.weights = self._weights.take(call.inputs)
+            if not resolved.graph.facts.allow(call.tensors):
+                raise RunEagerly(Reason("code_changes"))
+        call.weights = with_added(call.weights, call.added)
 
     def _run(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call by its graph; eagerly where that fails."""
@@ -324,20 +310,15 @@ class BlockRunner:
             observer.is_stable &= not resolved.is_timed
         try:
             return self._compare(call, resolved) if is_compared else self._run_graph(call, resolved.graph)
-        except RunEagerly as refusal:  # streamed weights that could not be taken once more, which says nothing of it
-            failure = refusal.reason
         except Exception as error:
             failure = self._failure_of(error, call.in_graph)
-        return self._failed(call, resolved, failure)
+        return self._run_after_failure(call, resolved, failure)
 
     def _is_compared(self, resolved: ResolvedGraph) -> bool:
         """Whether the block itself runs in the call too, or in turns: for its shape, or once for the last of a kind."""
         known = resolved.benchmarks
         is_last = self._region.is_last and known is not None and not known.is_last_compared and known.wrong is None
         return resolved.is_compared or is_last
-
-    def _failed(self, call: Call, resolved: ResolvedGraph, failure: Failure | Reason) -> Any:
-        return self._eagerly(call, failure) if isinstance(failure, Reason) else self._recover(call, resolved, failure)
 
     def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:
         """Run the graph for the call; what it writes to its inputs is written to those that were given."""
@@ -346,64 +327,62 @@ class BlockRunner:
         out = graph.run((*weights, *call.inputs))
         call.in_graph = False
         for index in graph.facts.changed:
-            out = _handed_back(out, call.inputs[index], call.given[index])
+            out = _copy_back(out, call.inputs[index], call.given[index])
         return out
 
-    def _without_graph(self, call: Call, refusal: NoGraph) -> Any:
+    def _run_without_graph(self, call: Call, refusal: NoGraph) -> Any:
         """Run the call eagerly after there was no graph for it."""
-        call.weights = ()
         self.why = refusal.reason
-        self._count_eager()
         try:
-            out = call.inner(*call.args, **call.kwargs)
+            out = self._run_eagerly(call)
         except BaseException:
             # The call itself is wrong, which says nothing of the block.
             self._inline.clear()
             if refusal.tried:
-                self._cache.clear_failure(refusal.key)
+                self._blocks_run.cache.clear_failure(refusal.key)
             raise
         self._note(refusal.reason, is_trouble=True)
         self.ways.add(None)
         return out
 
-    def _failure_of(self, error: Exception, in_graph: bool) -> Failure:
+    def _failure_of(self, error: Exception, in_graph: bool) -> Failure | Reason:
         """Why a call failed; raises the error again where it stops the run, or ends a capture. in_graph: the graph ran,
         and is to blame unless others' code in it is."""
-        pass_on(error, self._interrupts)
-        if self.observer is not None and self.observer.capturing:
+        if isinstance(error, RunEagerly):  # weights that could not be taken once more, which says nothing of it
+            return error.reason
+        pass_on(error, self._blocks_run.interrupts)
+        if self._is_capturing:
             raise error
         return Failure.of(error, in_graph and not host_calls.is_others(error))
 
-    def _recover(self, call: Call, resolved: ResolvedGraph, failure: Failure) -> Any:
+    def _run_after_failure(self, call: Call, resolved: ResolvedGraph, failure: Failure | Reason) -> Any:
         """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive.
 
-        The graph is dropped, for every block of the kind, only where it failed itself and its block did not.
+        The graph is dropped, for every block of the kind, only where it failed itself and its block did not: a loaded
+        one is compiled anew, a compiled one is not.
         """
+        if isinstance(failure, Reason):
+            return self._run_eagerly(call, failure)
         self._inline.clear()
-        call.weights = ()
         if failure.is_shortage and resolved.benchmark is not None:
             resolved.benchmark.done = True  # without a verdict
-        out, reason = self._eagerly(call), Reason("graph_failed", error=failure.error)
+        out, reason = self._run_eagerly(call), Reason("graph_failed", error=failure.error)
         if not failure.is_own and not failure.is_shortage:  # may fail in each call, which would run it twice
             reason = self._left = Reason("failed_beside_graph", error=failure.error)
         elif not failure.is_shortage:
-            self._reject(resolved.entry, resolved.graph, Reason("compile_failed", error=failure.error))
+            cache, graph = self._blocks_run.cache, resolved.graph
+            cache.drop_graph(resolved.entry, graph)  # by other blocks too, which would find out one by one
+            if graph.saved_as is None or cache.store is None or not cache.store.distrust(graph.saved_as):
+                resolved.entry.mark_failed(Reason("compile_failed", error=failure.error))
         self._note(reason, is_trouble=True)
         return out
-
-    def _reject(self, entry: Entry, graph: CompiledGraph, reason: Reason) -> None:
-        """Drop a graph that failed where its block did not; a loaded one is compiled anew, a compiled one is not."""
-        store = self._cache.store
-        self._cache.drop_graph(entry, graph)  # by other blocks too, which would find out one by one
-        if graph.saved_as is None or store is None or not store.distrust(graph.saved_as):
-            entry.mark_failed(reason)
 
     def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call run both ways, or in its turn one way where others' code is in there, which must not run twice."""
 
         def eager():
             resolved.counter.hits -= 1  # counted before it was known whose turn it is
-            return self._eagerly(call)
+            return self._run_eagerly(call)
 
         if resolved.pattern is None:
             compiled = partial(self._run_graph, call, resolved.graph)
@@ -452,34 +431,31 @@ class BlockRunner:
         else:
             out, changed = known.compare(resolved.pattern, compiled, eager, difference)
         for index, tensor in zip(changes, changed, strict=True):
-            out = _handed_back(out, tensor, given[index])
+            out = _copy_back(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.
         while may_capture and resolved.is_timed and not changes:
             benchmark.call(compiled, eager, call.device, True, difference)
         if known.wrong is not None:
-            self._cache.forget()
+            self._blocks_run.cache.forget()
         return out
 
-    def _eagerly(self, call: Call, reason: Reason | None = None, is_trouble: bool = False) -> Any:
+    def _run_eagerly(self, call: Call, reason: Reason | None = None, is_trouble: bool = False) -> Any:
         """Run the call eagerly, which brings its weights itself; reason: is noted first."""
         if reason is not None:
             self._note(reason, is_trouble)
         call.weights = ()
-        self._count_eager()
-        return call.inner(*call.args, **call.kwargs)
-
-    def _count_eager(self) -> None:
         self.eager_calls += 1
         if self.observer is not None:
             self.observer.eager_calls += 1
+        return call.inner(*call.args, **call.kwargs)
 
     def _note(self, reason: Reason, is_trouble: bool) -> None:
-        if is_trouble and self._settings.stop_on_trouble:
+        if is_trouble and self._blocks_run.settings.stop_on_trouble:
             raise Trouble(f"{self.kind.name} ({self._region.path}) cannot run compiled: {reason}")
         fallbacks.note(self.kind.name, reason)
 
 
-def _handed_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
+def _copy_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
     """The output with the tensor that was given where it has the copy that was written to; its values are copied."""
     if written is given:
         return out

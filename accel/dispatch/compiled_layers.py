@@ -27,6 +27,7 @@ from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
 from .block_runner import BlockRunner
 from .current_code import CurrentCode
+from .resolver import BlocksRun
 from .wrapped_runner import WrappedRunner
 
 Simplify = Callable[[dict], dict]
@@ -67,25 +68,19 @@ def survey_model(
 
     surveys: of earlier runs, one of which may still hold.
     """
-    started = time.perf_counter()
+    started, name = time.perf_counter(), type(model).__name__
     found = _survey(model, settings, host, surveys)
     if not found.regions and not found.left_eager:
-        fallbacks.note(type(model).__name__, Reason("no_blocks"))
-    left = _blocks_left(model, found, host.wraps)
+        fallbacks.note(name, Reason("no_blocks"))
+    left = _count_uncompiled(model, found, host.wraps)
     for (block, reason), number in left.items():
         fallbacks.note(block, reason, calls=number)  # one each: a run's record adds the others
-    emit(
-        "survey",
-        model=type(model).__name__,
-        blocks=len(found.regions),
-        kinds=len(found.kinds),
-        left=left,
-        seconds=time.perf_counter() - started,
-    )
+    seconds = time.perf_counter() - started
+    emit("survey", model=name, blocks=len(found.regions), kinds=len(found.kinds), left=left, seconds=seconds)
     return found
 
 
-def _blocks_left(model: torch.nn.Module, found: Survey, wraps: Wraps | None) -> Counter[tuple[str, Reason]]:
+def _count_uncompiled(model: torch.nn.Module, found: Survey, wraps: Wraps | None) -> Counter[tuple[str, Reason]]:
     """How many blocks of which class the survey has left uncompiled, by reason."""
     if not found.left_eager:
         return Counter()
@@ -99,14 +94,8 @@ def _blocks_left(model: torch.nn.Module, found: Survey, wraps: Wraps | None) -> 
 
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:
-    asked = {
-        "min_repetitions": settings.min_repetitions,
-        "ignored": host.ignored,
-        "wraps": host.wraps,
-        "plain": host.plain,
-        "traceable": host.traceable,
-    }
-    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, **asked))
+    how = (settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
+    return (surveys or KeptSurveys()).find(model, how, lambda: survey(model, *how))
 
 
 def compiled_layers(
@@ -121,7 +110,6 @@ def compiled_layers(
     """A stand-in for every block found, and a layer around the model that tells them of its calls.
 
     lease: of the run; its graphs stay in the cache while it lasts.
-    surveys: as for `survey_model`.
     """
 
     def make(region: Region, of: Survey, outside: Outside = nullcontext) -> BlockRunner:
@@ -131,20 +119,17 @@ def compiled_layers(
             raise
         except Exception as error:  # layers of extensions may lack what the host's own have
             raise RunEagerly(Reason("weights_not_taken", error=one_line(error))) from error
-        runner = BlockRunner if region.wrapped is None else WrappedRunner
-        return runner(
-            region,
-            cache,
-            settings,
-            simplify_options=host.simplifier(region),
+        run = BlocksRun(
+            cache=cache,
+            settings=settings,
+            lease=lease,
             interrupts=host.interrupts,
             ask=host.ask,
-            lease=lease,
-            source=source,
             kind_unchanged=functools.partial(code.kind_unchanged, of),
-            outside_recording=outside,
             make=functools.partial(make, of=of),
         )
+        runner = BlockRunner if region.wrapped is None else WrappedRunner
+        return runner(region, run, host.simplifier(region), source, outside)
 
     tell_compilers()
     look = functools.partial(_survey, model, settings, host, surveys)

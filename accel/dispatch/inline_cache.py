@@ -23,54 +23,35 @@ from ..fingerprint.block_call import Call
 from ..fingerprint.kinds import WeightSlots
 from ..fingerprint.survey import Region
 from ..modules.streamed_weights import WeightSource
-from ..signature import tree_spec
-from ..signature.argument_guard import CallGuard, SizeGuard, tensor_guard
+from ..signature.argument_guard import CallSignatures, InputGuard, layouts_of, tensor_guard
 from ..signature.tensors import extent, is_dense, overlap, pairs
 from ..signature.tree_spec import UnsupportedArgument
 from .resolver import ResolvedGraph
 
 _MAX_CALLS = 1024
-"""Call shapes of one kind that are remembered; more than the sizes and prompts that people take turns between."""
-
-_MAX_WAYS = 8
-"""Ways in which a block is called, whatever the sizes; the latest are kept."""
+"""Sizes of one way of calling a kind that are remembered; more than people take turns between."""
 
 _MAX_GUARDS_MADE = 8
 """Guards made for one call shape in a run: some never match."""
 
 
-def _key(call: Call, captured: bool) -> tuple:
-    """What is known of a described call before its weights are taken."""
-    return call.spec, _layouts(call.given), captured
-
-
-def _layouts(tensors: Sequence[torch.Tensor]) -> tuple:
-    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-
-
-def _like(tensors: Sequence[torch.Tensor], numbers: tuple[int, ...], captured: bool) -> tuple:
-    """What guards are kept by: what else they ask for, such as autocast, does not change from call to call."""
-    return _layouts(tensors), *[(type(t), t.is_inference(), t.requires_grad) for t in tensors], numbers, captured
-
-
 def _weight_layouts(call: Call) -> tuple:
-    return _layouts(call.weights), tuple([weight.storage_offset() for weight in call.weights])
+    return layouts_of(call.weights), tuple([weight.storage_offset() for weight in call.weights])
 
 
 class KnownCalls:
     """What runs have found of the calls of one kind's blocks, for their next calls and runs.
 
-    graphs: by call (`_key`) and the layouts of the weights. guards: by the way of the call and these layouts, and then
-    by the layouts of its inputs. of_blocks: by path.
+    graphs: by the structure of the call and the layouts of the weights, and then as `CallSignature` has them. blocks:
+    what recognises the calls of each, by path.
 
     It lasts as long as the survey (`SurveyContext.calls`), and is cleared when a graph leaves the cache: it keeps none
     alive. Guards ask for all else that may have changed; what a run is refused is asked anew in each.
     """
 
     def __init__(self, cache: GraphCache):
-        self.graphs: dict[tuple, ResolvedGraph] = {}
-        self.guards: dict[tuple, dict[tuple, GuardedCall]] = {}
-        self.of_blocks: dict[str, OfBlock] = {}
+        self.graphs: dict[tuple, dict[tuple, ResolvedGraph]] = {}
+        self.blocks: dict[str, BlockGuard] = {}
         cache.listeners[self] = None
 
     @classmethod
@@ -82,36 +63,35 @@ class KnownCalls:
 
     def clear(self) -> None:
         self.graphs.clear()
-        self.guards.clear()
-        self.of_blocks.clear()
+        self.blocks.clear()
 
 
-class GuardedCall(SizeGuard):
-    """Recognises the inputs (not yet dense) of later calls like one, of any block of the kind; keeps no tensor.
+class GraphGuard(InputGuard):
+    """Recognises the inputs (not yet dense) of later calls like one that a graph runs, of any block of the kind.
 
-    resolved: the graph that runs them. copied: where the inputs of it are copies of those that it writes to.
+    counter: of these calls. copied: where the graph's inputs are copies of those that it writes to.
     """
 
     def __init__(self, call: Call, resolved: ResolvedGraph):
-        given = call.given
-        super().__init__(given, tree_spec.number_indices(call.spec))
-        self.resolved, self.counter = resolved, resolved.counter
+        given, changed = call.given, resolved.graph.facts.changed
+        super().__init__(call.spec, given)
+        self.counter = resolved.counter
         self.wants_gradients = any(tensor.requires_grad for tensor in given)
         self._strided = [at for at, tensor in enumerate(given) if not is_dense(tensor)]
-        changed = resolved.graph.facts.changed
         self.copied = [at for at in self._strided if at in changed]
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(changed, [extent(tensor) for tensor in given]) if changed else []
-        self.lean: Run | None = self._watched
-        """Runs the graph with what it takes, faster than `graph.run`; None where nothing does."""
+        self._graph = resolved.graph
+        self.run: Run = self._watched
+        """Runs the graph with what it takes, in the fastest way that is known."""
 
     def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
-        facts = self.resolved.graph.facts
-        changed = [facts.weights + at for at in facts.changed]
-        out, self.lean = watched(self.resolved.graph.run, tensors, changed)
+        facts = self._graph.facts
+        out, lean = watched(self._graph.run, tensors, [facts.weights + at for at in facts.changed])
+        self.run = lean or self._graph.run
         return out
 
-    def inputs(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    def prepare_inputs(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """What the graph takes for the inputs of such a call; None where the call may need another graph."""
         if self._pairs and overlap(given, self._pairs):
             return None
@@ -123,50 +103,20 @@ class GuardedCall(SizeGuard):
         return inputs
 
 
-class OfBlock:
+class BlockGuard(CallSignatures):
     """What recognises the calls of one block: its weights, the layouts that these have, and the ways it is called."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], layouts: tuple):
-        self.check, self.layouts = tensor_guard(weights), layouts
+    def __init__(self, weights: Sequence[torch.Tensor], layouts: tuple, replace: Callable[[dict], Any] | None):
+        super().__init__(replace)
+        self.check_weights, self.layouts = tensor_guard(weights), layouts
         self.wants_gradients = any(weight.requires_grad for weight in weights)
-        self.ways: tuple[Way, ...] = ()
-
-
-class Way(CallGuard):
-    """One way of calling a block. by_layouts: the guards of such calls. latest: that of the latest one."""
-
-    def __init__(self, call: Call, replace: Callable[[dict], Any] | None, by_layouts: dict[tuple, GuardedCall]):
-        super().__init__(call.args, call.kwargs, call.spec, call.given, replace)
-        self.by_layouts, self.latest = by_layouts, None
-
-    def find(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...], captured: bool) -> GuardedCall | None:
-        """The guard that knows a call with these arguments."""
-        latest = self.latest
-        if latest is not None and latest.resolved.serves(captured) and latest.check(tensors, numbers):
-            return latest
-        try:
-            found = self.by_layouts.get(_like(tensors, numbers, captured))
-        except AttributeError:  # something else in a tensor's place
-            return None
-        if found is None or not found.check(tensors, numbers):
-            return None
-        self.latest = found
-        return found
-
-    def add(self, call: Call, resolved: ResolvedGraph) -> None:
-        """The graph runs calls like this one, which is made in this way."""
-        guard = self.latest = GuardedCall(call, resolved)
-        arguments = self.arguments(call.args, call.kwargs)
-        for captured in (False, True) if arguments is not None else ():
-            if resolved.serves(captured):
-                self.by_layouts[_like(*arguments, captured)] = guard
 
 
 class InlineCache:
     """The graphs of one block by call in one run; None for a call that runs eagerly.
 
     path: the block's. cache: where the graphs are; once one leaves it, this run asks for each anew. weights: the
-        block's. replace: as for `CallGuard`. known: of all runs. lease: of this one.
+        block's. replace: as for `CallSignatures`. known: of all runs. lease: of this one.
     """
 
     def __init__(
@@ -186,52 +136,49 @@ class InlineCache:
         self._replace = replace
         self._known, self._lease = known, lease
         self._usable: set[ResolvedGraph] = set()
-        """The known calls that this run has asked for, and leased."""
-        self._found: dict[tuple, tuple[tuple, ResolvedGraph | None]] = {}
-        """What this run has found of the block's calls, with the layouts of its weights in them."""
+        """The known graphs that this run has asked for, and leased."""
+        self._eager: dict[tuple, Reason | None] = {}
+        """Calls of the block that run eagerly: by call and weights those without a graph, by call alone those of which
+        the graph is not the one to run, and why."""
         self._guards_made: Counter[ResolvedGraph] = Counter()
         self._generation = cache.generation
 
     def match(
         self, args: tuple, kwargs: dict[str, Any], captured: bool
-    ) -> tuple[GuardedCall, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
-        """The guarded call that this one is like, what its graph takes now, and the inputs as they were given; None
-        where there is none.
+    ) -> tuple[ResolvedGraph, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
+        """The graph that runs a call like this one, what it takes now, and the inputs as they were given; None where
+        there is none.
 
         captured: as in `find`.
         """
         if self._generation != self._cache.generation:
             self._ask_anew()
-        own = self._known.of_blocks.get(self._path)
-        for way in () if own is None else own.ways:
-            try:
-                arguments = way.arguments(args, kwargs)
-                call = None if arguments is None else way.find(*arguments, captured)
-                if call is None:
-                    continue
-                slots = self._slots
-                weights = self._weights.take(arguments[0]) if slots is None else tuple(map(getitem, *slots))
-            except (RunEagerly, UnsupportedArgument):
-                return None  # raised again when the call is described
-            if not own.check(*weights):
+        block = self._known.blocks.get(self._path)
+        try:
+            found = None if block is None else block.match(args, kwargs, captured)
+            if found is None:
                 return None
-            if (own.wants_gradients or call.wants_gradients) and torch.is_grad_enabled():
-                return None
-            resolved = call.resolved
-            if resolved not in self._usable and (resolved.verdict is not None or not self._may_use(resolved)):
-                return None
-            given = way.with_numbers(*arguments)
-            inputs = call.inputs(given)
-            return None if inputs is None else (call, (*weights, *inputs), given)
-        return None
+            resolved, given = found
+            slots = self._slots
+            weights = self._weights.take(given) if slots is None else tuple(map(getitem, *slots))
+        except (RunEagerly, UnsupportedArgument):
+            return None  # raised again when the call is described
+        guard = resolved.guard
+        if not block.check_weights(*weights):
+            return None
+        if (block.wants_gradients or guard.wants_gradients) and torch.is_grad_enabled():
+            return None
+        if resolved not in self._usable and (resolved.verdict is not None or not self._may_use(resolved)):
+            return None
+        inputs = guard.prepare_inputs(given)
+        return None if inputs is None else (resolved, (*weights, *inputs), given)
 
     def verdict(self, call: Call, captured: bool) -> Reason | None:
         """Why calls like this one do without their graph, where that is known before the weights are taken.
 
         captured: as in `find`.
         """
-        _, resolved = self._found.get(_key(call, captured), (None, None))
-        return resolved.verdict if resolved in self._usable else None
+        return self._eager.get((call.spec, layouts_of(call.given), captured))
 
     def find(self, call: Call, captured: bool = False) -> tuple[bool, ResolvedGraph | None]:
         """Whether something was added for calls like this one, and what; from then on guards match them.
@@ -240,43 +187,44 @@ class InlineCache:
         """
         if self._generation != self._cache.generation:
             self._ask_anew()
-        key, weights = _key(call, captured), _weight_layouts(call)
-        if self._found.get(key) == (weights, None):
+        layouts, weights = layouts_of(call.given), _weight_layouts(call)
+        if (call.spec, layouts, captured, weights) in self._eager:
             return True, None
-        resolved = self._known.graphs.get((*key, weights))
+        graphs = self._known.graphs.get((call.spec, weights), {})
+        resolved = graphs.get((layouts, captured))
         if resolved is None or not self._may_use(resolved):
             return False, None
-        self._found[key] = weights, resolved
-        is_run = resolved.verdict is None and not resolved.is_compared
-        if is_run and self._guards_made[resolved] < _MAX_GUARDS_MADE:
+        if resolved.verdict is not None:
+            self._eager[call.spec, layouts, captured] = resolved.verdict
+        elif not resolved.is_compared and self._guards_made[resolved] < _MAX_GUARDS_MADE:
             self._guards_made[resolved] += 1
-            self._guard(call, resolved, weights)
+            self._guard(call, resolved, weights, graphs)
         return True, resolved
 
-    def _guard(self, call: Call, resolved: ResolvedGraph, weights: tuple) -> None:
+    def _guard(self, call: Call, resolved: ResolvedGraph, weights: tuple, graphs: dict[tuple, ResolvedGraph]) -> None:
         """Have guards match calls like this one, of this block, and of those whose weights are laid out alike."""
         known, path = self._known, self._path
-        own = known.of_blocks.get(path)
-        if own is None or own.layouts != weights or not own.check(*call.weights):
-            own = known.of_blocks[path] = OfBlock(call.weights, weights)
-        way = next((way for way in own.ways if way.spec == call.spec), None)
-        if way is None:
-            way = Way(call, self._replace, known.guards.setdefault((call.spec, weights), {}))
-            own.ways = (way, *own.ways[: _MAX_WAYS - 1])
-        way.add(call, resolved)
+        block = known.blocks.get(path)
+        if block is None or block.layouts != weights or not block.check_weights(*call.weights):
+            block = known.blocks[path] = BlockGuard(call.weights, weights, self._replace)
+        signature = block.signature_of(call.args, call.kwargs, call.spec, call.given, graphs)
+        resolved.guard = GraphGuard(call, resolved)
+        for captured in filter(resolved.serves, (False, True)):
+            signature.add(resolved, call.given, captured)
 
     def add(self, call: Call, resolved: ResolvedGraph | None) -> None:
         """Run calls like this one with the graph from now on; None runs them eagerly."""
-        if len(self._known.graphs) + len(self._found) >= _MAX_CALLS:
-            self.clear()
-        weights = _weight_layouts(call)
-        for captured in (False, True):
-            if resolved is None or resolved.serves(captured):
-                key = _key(call, captured)
-                self._found[key] = weights, resolved
-                if resolved is not None:
-                    self._known.graphs[(*key, weights)] = resolved
-                    self._usable.add(resolved)
+        layouts, weights = layouts_of(call.given), _weight_layouts(call)
+        if len(self._eager) >= _MAX_CALLS:
+            self._eager.clear()
+        if resolved is None:
+            self._eager.update({(call.spec, layouts, captured, weights): None for captured in (False, True)})
+            return
+        graphs = self._known.graphs.setdefault((call.spec, weights), {})
+        if len(graphs) >= _MAX_CALLS:
+            graphs.clear()
+        graphs.update({(layouts, captured): resolved for captured in filter(resolved.serves, (False, True))})
+        self._usable.add(resolved)
 
     def clear(self) -> None:
         self._known.clear()
@@ -285,7 +233,7 @@ class InlineCache:
     def _ask_anew(self) -> None:
         self._generation = self._cache.generation
         self._usable.clear()
-        self._found.clear()
+        self._eager.clear()
 
     def _may_use(self, resolved: ResolvedGraph) -> bool:
         """Whether this run may use what this or another has found, and would find now; its entry is then leased."""

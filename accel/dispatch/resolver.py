@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,9 +32,9 @@ from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.kept_state import packages_of
 from ..fingerprint.survey import Region
+from ..modules.code_owner import package_of
 from ..signature import tree_spec
 from .block_observer import BlockObserver
-from .kernels_tables import tables_restored
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class ResolvedGraph:
     captured: the call was one of those that will be captured. benchmarks: what is known of the graph beside the block;
         None where others' code, which must not run twice, is in there. pattern: of the call's sizes; None likewise.
     benchmark: times it against the block at about this size; None where nobody asked for that. elements: of the inputs.
+    guard: recognises later calls of that shape (`inline_cache.GraphGuard`); None until it was compared.
     """
 
     entry: Entry
@@ -51,6 +54,7 @@ class ResolvedGraph:
     pattern: Pattern | None = None
     benchmark: Benchmark | None = None
     elements: int = 1
+    guard: Any = None
 
     def serves(self, captured: bool) -> bool:
         """Whether it is what calls that will be captured run, or that will not: other times count for them."""
@@ -87,27 +91,38 @@ class CodePending(RunEagerly):
         self.pending = pending
 
 
-class GraphResolver:
-    """Finds the graphs of one block, or makes them; the arguments are as for `block_runner.BlockRunner`."""
+@dataclass(frozen=True)
+class BlocksRun:
+    """What the runners of a model's blocks have in common in one run.
 
-    def __init__(
-        self,
-        region: Region,
-        cache: GraphCache,
-        settings: CompileSettings,
-        interrupts: tuple[type[BaseException], ...],
-        lease: Lease | None,
-        kind_unchanged: Callable[[Region], bool],
-        ask: Callable[[], None],
-    ):
-        self._region, self._cache, self._lease = region, cache, lease
-        self._is_measured, self._interrupts = settings.measured, interrupts
-        self._is_beside = settings.beside
-        self._kind_unchanged, self._ask = kind_unchanged, ask
+    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed. ask: as for `Host`.
+    lease: keeps the run's graphs in the cache; None outside of a run.
+    kind_unchanged: whether the block is still of the kind that a region says.
+    make: makes the runner of another region of a block; None where calls with functions run eagerly.
+    """
+
+    cache: GraphCache
+    settings: CompileSettings
+    lease: Lease | None = None
+    interrupts: tuple[type[BaseException], ...] = ()
+    ask: Callable[[], None] = lambda: None
+    kind_unchanged: Callable[[Region], bool] = lambda region: True
+    make: Callable[[Region], Any] | None = None
+
+
+class GraphResolver:
+    """Finds the graphs of one block, or makes them. run: the one that the block is called in."""
+
+    def __init__(self, region: Region, run: BlocksRun):
+        self._region, self._run = region, run
+        self._cache, self._interrupts = run.cache, run.interrupts
 
     def resolve(self, call: Call, observer: BlockObserver | None, may_wait: bool = False) -> ResolvedGraph | None:
-        """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph and CodePending."""
-        name, region, is_beside = call.kind.name, self._region, self._is_beside and not may_wait
+        """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph and CodePending.
+
+        may_wait: the call waits for its graph's code, wherever that is made.
+        """
+        name, region, is_beside = call.kind.name, self._region, self._run.settings.beside and not may_wait
         device = elsewhere(call.weights, call.inputs)
         if device is not None:
             # A graph would serve only this split of the weights, and the next run splits them differently.
@@ -122,7 +137,7 @@ class GraphResolver:
                 name,
                 fits=lambda graph: self._serves(graph, call),
                 compile_graph=lambda: self._compile(call, observer, is_beside),
-                lease=self._lease,
+                lease=self._run.lease,
                 load_graph=lambda: self._load(call),
             )
         except NoGraph as failed:
@@ -143,7 +158,7 @@ class GraphResolver:
         while pending is not None and not pending.is_done:
             if is_beside:
                 raise CodePending(pending)
-            self._ask()
+            self._run.ask()
             time.sleep(0.2)
         try:
             with entry.busy:  # nobody asks now what the graph is right for
@@ -167,7 +182,7 @@ class GraphResolver:
     def _resolved(self, call: Call, entry: Entry, graph: CompiledGraph, captured: bool) -> ResolvedGraph:
         known, elements = entry.benchmarks(graph), elements_of(call.inputs)
         one_way = self._region.runs_others_code or tree_spec.runs_others_code(call.spec)
-        benchmark = known.of(call.inputs, captured, one_way) if self._is_measured else None
+        benchmark = known.of(call.inputs, captured, one_way) if self._run.settings.measured else None
         if one_way:
             return ResolvedGraph(entry, graph, captured, benchmark=benchmark, elements=elements)
         dense = [one is other for one, other in zip(call.inputs, call.given, strict=True)]
@@ -223,7 +238,7 @@ class GraphResolver:
             template = self._template()
         except Exception as error:
             raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
-        if not self._kind_unchanged(self._region):
+        if not self._run.kind_unchanged(self._region):
             raise NoGraph(call.key, Reason("code_changes"))
         try:
             with self._tracing():
@@ -242,7 +257,7 @@ class GraphResolver:
                 log.debug("%s was not compiled around a part: %s", call.kind.name, failed.reason)
                 raise CompileFailed(Reason("part_changed")) from failed
             raise
-        if not self._kind_unchanged(self._region):  # other threads run too
+        if not self._run.kind_unchanged(self._region):  # other threads run too
             raise NoGraph(call.key, Reason("code_changes"))
         return graph
 
@@ -258,29 +273,40 @@ class GraphResolver:
 
 
 @contextmanager
+def tables_restored(packages: Collection[str], foreign: Callable[[Any], bool]) -> Iterator[None]:
+    """On exit, no table (dict) that is a global of these packages has a foreign value, or a tuple with one.
+
+    Torch runs the code of quantised weights' classes as it traces. What that keeps by size and device (a Hadamard
+    matrix, a workspace) must not be there for the next real call to find. foreign: whether a value must not stay.
+    """
+    try:
+        yield
+    finally:
+        modules = sys.modules.copy().items()  # collecting garbage may drop generated code
+        own = [list(vars(module).values()) for name, module in modules if package_of(name) in packages]
+        for table in [value for values in own for value in values if type(value) is dict]:
+            for key, value in list(table.items()):
+                if any(map(foreign, value if type(value) is tuple else (value,))):
+                    del table[key]
+
+
+@contextmanager
 def _tracing(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
     """Take out of the tables of quantised weight classes what their code puts there while torch traces it.
 
     packages: of these classes.
     """
     fake = torch_internals.FAKE_TENSOR.get(None)
-    is_quiet = not packages or fake is None
-    restored = nullcontext() if is_quiet else tables_restored(packages, lambda value: type(value) is fake)
-    with _silent(), restored, tracing():
-        yield
+    restored = tables_restored(packages, lambda value: type(value) is fake) if packages and fake else nullcontext()
+    # A trace at a larger size may meet errors, which torch would log.
+    torch_log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
 
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """A context in which torch does not log errors of this thread: a trace at a larger size may meet some."""
-    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
-    thread = threading.get_ident()
-
-    def others(record: logging.LogRecord) -> bool:
+    def is_of_others(record: logging.LogRecord) -> bool:
         return record.thread != thread
 
-    torch_log.addFilter(others)
+    torch_log.addFilter(is_of_others)
     try:
-        yield
+        with restored, tracing():
+            yield
     finally:
-        torch_log.removeFilter(others)
+        torch_log.removeFilter(is_of_others)

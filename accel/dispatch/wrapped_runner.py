@@ -42,7 +42,7 @@ class WrappedRunner(BlockRunner):
             elif now is None and forward_of(type(block))[1] is self._own and foreign_forward(block) is None:
                 return super().__call__(inner, *args, **kwargs)
             else:
-                return self._eagerly(self._described(inner, args, kwargs), Reason("forward_replaced"))
+                return self._run_eagerly(self._describe(inner, args, kwargs), Reason("forward_replaced"))
         return self._wrapper(*args, **kwargs)
 
     def _wrap(self, wrapped: WrappedForward) -> None:

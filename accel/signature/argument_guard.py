@@ -1,4 +1,4 @@
-"""Guards that recognise a call like one that was described before (`tree_spec`), without describing it again."""
+"""Is this call like an earlier one? Recognises one that `tree_spec` has described, without describing it again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,51 @@ from ..core import torch_internals
 from . import tree_spec
 from .tree_spec import Spec
 
+_MOST_SIGNATURES = 8
+"""Ways in which something is called, whatever the sizes; the latest are kept."""
 
-class CallGuard:
-    """Recognises later calls with the structure and constants of one call; `check` asks for tensors like those of it.
+Known = dict[tuple, Any]
 
-    args, kwargs: of the call.
-    spec, tensors: the result of `tree_spec.flatten` with `replace`. `replace` must decide by a dict's keys, and by
-        which of its values are None, whether it returns the dict unchanged.
-    Keeps no tensor alive.
+
+class CallSignatures:
+    """The ways in which something was called, and what is known of such calls: is this one like an earlier one?
+
+    replace: as for `tree_spec.flatten`. It must decide by a dict's keys, and by which of its values are None, whether
+        it returns the dict unchanged.
+    """
+
+    def __init__(self, replace: Callable[[dict], Any] | None = None):
+        self._replace = replace
+        self._signatures: tuple[CallSignature, ...] = ()
+
+    def match(self, args: tuple, kwargs: dict[str, Any], captured: bool = False) -> tuple[Any, Sequence] | None:
+        """What is known of such a call, and its tensors, as `flatten` orders them; None for one like no other.
+
+        captured: as for `CallSignature.add`. Raises what `replace` and `flatten` do.
+        """
+        for signature in self._signatures:
+            found = signature.match(args, kwargs, captured)
+            if found is not None:
+                return found
+        return None
+
+    def signature_of(
+        self, args: tuple, kwargs: dict[str, Any], spec: Spec, tensors: Sequence[torch.Tensor], known: Known
+    ) -> CallSignature:
+        """The way in which this call is made; the arguments are as for `CallSignature`."""
+        for signature in self._signatures:
+            if signature.spec == spec:
+                return signature
+        signature = CallSignature(args, kwargs, spec, tensors, self._replace, known)
+        self._signatures = (signature, *self._signatures[: _MOST_SIGNATURES - 1])
+        return signature
+
+
+class CallSignature:
+    """One way of making a call: how it is made of tensors, and its constants. Keeps no tensor alive.
+
+    args, kwargs: of a call. spec, tensors: the result of `tree_spec.flatten` with `replace`.
+    known: what is known of calls that are made so, by `layouts_of` their tensors.
     """
 
     def __init__(
@@ -29,9 +66,11 @@ class CallGuard:
         kwargs: dict[str, Any],
         spec: Spec,
         tensors: Sequence[torch.Tensor],
-        replace: Callable[[dict], Any] | None = None,
+        replace: Callable[[dict], Any] | None,
+        known: Known,
     ):
-        self.spec = spec
+        self.spec, self._known = spec, known
+        self._latest: dict[bool, Any] = {}
         self._replace = replace
         self._count, self._names = len(args), tuple(kwargs)
         self._numbers = tree_spec.number_indices(spec)
@@ -40,25 +79,47 @@ class CallGuard:
         if places is not None:
             tensors_at, self._sizes, self._fixed, self._replaced = places
             self._get_tensors = items_at(tensors_at)
-        self._given = SizeGuard(tensors, self._numbers)
 
-    def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-        """The tensors of a call, as `flatten` orders them; None for a call that is not like the first.
+    def match(self, args: tuple, kwargs: dict[str, Any], captured: bool) -> tuple[Any, Sequence[torch.Tensor]] | None:
+        """As `CallSignatures.match`, of calls that are made so."""
+        arguments = self._flatten(args, kwargs)
+        if arguments is None:
+            return None
+        tensors, numbers = arguments
+        given = tensors
+        if numbers:
+            given = list(tensors)
+            for at, size in zip(self._numbers, numbers, strict=True):
+                given.insert(at, tree_spec.size_tensor(size))
+        known = self._latest.get(captured)
+        if known is None or not known.guard.check(tensors, numbers):
+            try:
+                known = self._known.get((layouts_of(given), captured))
+            except AttributeError:  # something else in a tensor's place
+                return None
+            if known is None or known.guard is None or not known.guard.check(tensors, numbers):
+                return None
+            self._latest[captured] = known
+        return known, given
 
-        Raises what `replace` and `flatten` do.
+    def add(self, known: Any, tensors: Sequence[torch.Tensor], captured: bool = False) -> None:
+        """Calls with such tensors are matched with this from now on, by its `guard` (`InputGuard`).
+
+        captured: the call is one of those that will be captured; others may be known otherwise.
         """
-        given = self.arguments(args, kwargs)
-        return None if given is None or not self._given.check(*given) else self.with_numbers(*given)
+        self._known[layouts_of(tensors), captured] = self._latest[captured] = known
 
-    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Sequence[torch.Tensor], tuple[int, ...]] | None:
+    def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Sequence[torch.Tensor], tuple[int, ...]] | None:
         """The tensors among the call's arguments and the sizes of those that stand for whole numbers, or None if it
         differs in structure or constants.
 
-        Where the first call had a tensor there may be anything, or the same tensor twice: ask a `SizeGuard`.
-        Raises what `replace` and `flatten` do.
+        Where the first call had a tensor there may be anything, or the same tensor twice: ask an `InputGuard`.
         """
         if not self._is_flat:
-            return self._match_described(args, kwargs)
+            tensors: list[torch.Tensor] = []
+            if tree_spec.flatten((args, kwargs), tensors, self._replace, functions=True) != self.spec:
+                return None
+            return _apart(tensors, self._numbers)
         if len(args) != self._count or tuple(kwargs) != self._names:
             return None
         values = args + tuple(kwargs.values())
@@ -78,34 +139,23 @@ class CallGuard:
         numbers = tuple([values[at] for at in self._sizes]) if self._sizes else ()
         return (self._get_tensors(values), numbers) if all(map(tree_spec.is_size, numbers)) else None
 
-    def with_numbers(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Sequence[torch.Tensor]:
-        """What `arguments` gives in one, as `flatten` orders them."""
-        if not numbers:
-            return tensors
-        tensors = list(tensors)
-        for at, size in zip(self._numbers, numbers, strict=True):
-            tensors.insert(at, tree_spec.size_tensor(size))
-        return tensors
 
-    def _match_described(self, args: tuple, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], tuple] | None:
-        tensors: list[torch.Tensor] = []
-        if tree_spec.flatten((args, kwargs), tensors, self._replace, functions=True) != self.spec:
-            return None
-        return _apart(tensors, self._numbers)
+class InputGuard:
+    """Recognises tensors and whole numbers like those of one call, whose `spec` and tensors these are."""
 
-
-class SizeGuard:
-    """Recognises tensors and whole numbers like those of one call, as `CallGuard.arguments` gives them.
-
-    tensors: of the call, with those for numbers; numbers: where these are.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]):
-        plain, self._sizes = _apart(tensors, numbers)
+    def __init__(self, spec: Spec, tensors: Sequence[torch.Tensor]):
+        plain, self._sizes = _apart(tensors, tree_spec.number_indices(spec))
         self._check = tensor_guard(plain)
 
     def check(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> bool:
         return sizes == self._sizes and self._check(*tensors)
+
+
+def layouts_of(tensors: Sequence[torch.Tensor]) -> tuple:
+    """What a guard asks of each of the tensors."""
+    return tuple(
+        [(t.shape, t.stride(), t.dtype, t.device, type(t), t.is_inference(), t.requires_grad) for t in tensors]
+    )
 
 
 def _apart(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
@@ -125,7 +175,7 @@ def _places(values: tuple, spec: Spec) -> tuple[list, list, list[tuple[int, Any]
             sizes.append(at)
         elif part[0] in ("constant", "value"):
             fixed.append((at, value))
-        elif part[0] == "dict" and not tree_spec.has_tensors(part):
+        elif part[0] == "dict" and not any(tree_spec.tensor_tags(part)):
             replaced.append((at, part[1:]))
         else:
             return None

@@ -1,11 +1,9 @@
 """The structure of a call without its tensors: its constants, and the places of the tensors.
 
-Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor
-sizes do, so each is passed as the size of an empty tensor. 0, 1 and negative numbers are flags, empty
-counts and dimensions: constants. Larger numbers than any size, other numbers and strings are values: each needs
-its own graph, so the cache key is the spec without them (`without_values`), and few graphs are kept per key. In an
-object 1 is passed as a size too: what it says of its tensors (LTX 2's time steps: their batch) is mostly a size of
-theirs.
+Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor sizes do, so each
+is passed as the size of an empty tensor; in an object (LTX 2's time steps) 1 is, too. 0, 1 and negative numbers are
+flags, empty counts and dimensions: constants. Larger numbers than any size, other numbers and strings are values, of
+which each needs its own graph: the cache key is the spec without them (`without_values`).
 
 A function is its code, and what that closes over: a model may make one for each block and call.
 """
@@ -107,7 +105,8 @@ def flatten(
             value = replace(value)
         return ("dict", *[(key, flatten(item, tensors, replace, functions)) for key, item in value.items()])
     fields = _fields(cls)
-    if fields is not None and all(hasattr(value, name) for name in fields) and _has_no_more(value, fields):
+    has_all = fields is not None and all(hasattr(value, name) for name in fields)
+    if has_all and getattr(value, "__dict__", {}).keys() <= set(fields):
         return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
     if isinstance(value, types.FunctionType):
         stand_in = STAND_INS.get(value.__module__, lambda function: None)(value)
@@ -187,10 +186,6 @@ _ABOVE_ONE = 2
 
 _LARGEST = 2**31 - 1 - _ABOVE_ONE
 """A larger number, such as a seed, is no size."""
-
-
-def _has_no_more(value: Any, fields: tuple[str, ...]) -> bool:
-    return getattr(value, "__dict__", {}).keys() <= set(fields)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -296,32 +291,28 @@ def _without_values(spec: Spec, values: list[str]) -> Spec:
 
 def number_indices(spec: Spec) -> list[int]:
     """The indices of those of the call's tensors that stand for whole numbers."""
-    return [at for at, tag in enumerate(_tensor_tags(spec)) if tag != "tensor"]
+    return [at for at, tag in enumerate(tensor_tags(spec)) if tag != "tensor"]
 
 
 def tensors_by_argument(spec: Spec) -> list[range]:
     """For each argument of a call, given the spec of (args, kwargs), the indices of its tensors."""
     _, of_args, of_kwargs = spec
     parts = (*of_args[1:], *(item for _, item in of_kwargs[1:]))
-    ends = list(itertools.accumulate((len(list(_tensor_tags(part))) for part in parts), initial=0))
+    ends = list(itertools.accumulate((len(list(tensor_tags(part))) for part in parts), initial=0))
     return list(map(range, ends, ends[1:]))
 
 
-def has_tensors(spec: Spec) -> bool:
-    """Whether it contains tensors, or whole numbers that are passed as tensors."""
-    return next(_tensor_tags(spec), None) is not None
-
-
-def _tensor_tags(spec: Spec) -> Iterator[str]:
+def tensor_tags(spec: Spec) -> Iterator[str]:
+    """The tag of each of its tensors, and of each whole number that is passed as one."""
     tag = spec[0]
     if tag == "tensor" or tag == "size" or tag == "number":
         yield tag
     elif tag == "tuple" or tag == "list" or tag == "function":
         for item in spec[2 if tag == "function" else 1 :]:
-            yield from _tensor_tags(item)
+            yield from tensor_tags(item)
     elif tag == "dict" or tag == "object":
         for _, item in spec[1 if tag == "dict" else 2 :]:
-            yield from _tensor_tags(item)
+            yield from tensor_tags(item)
 
 
 def is_unchanged(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], closed_over: Sequence[Any] = ()) -> bool:

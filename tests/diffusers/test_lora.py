@@ -12,7 +12,7 @@ from comfy_accel.accel import accelerate_pipeline, accelerated, restore
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from diffusers.models.attention import BasicTransformerBlock
@@ -259,7 +259,7 @@ def test_half_precision_is_as_near_the_truth_as_eager():
     call = torch.randn(2, 40, 64), None, torch.randn(2, 7, 32)
     half = copy.deepcopy(model).half()
     (region,) = survey(half, wraps=PeftLayers()).regions
-    stand_in = BlockRunner(region, GraphCache(), CompileSettings(backend="eager", stop_on_trouble=True))
+    stand_in = BlockRunner(region, BlocksRun(GraphCache(), CompileSettings(backend="eager", stop_on_trouble=True)))
     with torch.no_grad():
         truth = block(*call)
         call = [value if value is None else value.half() for value in call]

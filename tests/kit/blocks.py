@@ -21,7 +21,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.fingerprint.survey import survey
 
@@ -70,12 +70,12 @@ def eagerly(**settings: Any) -> CompileSettings:
 def runner(block: torch.nn.Module, cache: GraphCache | None = None, cls=BlockRunner, given=(), **settings: Any):
     """What stands in for a block in a run. given: further arguments of `cls`; settings: those of compiling."""
     region, *_ = survey(model_of(block)).regions
-    return cls(region, cache or GraphCache(), eagerly(**settings), *given)
+    return cls(region, BlocksRun(cache or GraphCache(), eagerly(**settings)), *given)
 
 
 def runners(model: torch.nn.Module, cache: GraphCache, **settings: Any) -> dict[torch.nn.Module, BlockRunner]:
     """What stands in for each block of a model in a run."""
-    return {region.block: BlockRunner(region, cache, eagerly(**settings)) for region in survey(model).regions}
+    return {of.block: BlockRunner(of, BlocksRun(cache, eagerly(**settings))) for of in survey(model).regions}
 
 
 def layers_of(model: torch.nn.Module, cache: GraphCache, host: Host | None = None, **settings: Any):

@@ -11,7 +11,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.dispatch import current_code
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
 from comfy_accel.accel.fingerprint.code_hash import CodeReader, unread_code
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable, number_of
@@ -206,7 +206,7 @@ def test_graph_of_code_that_was_not_read_is_not_kept(monkeypatch):
     cache = GraphCache()
     read = dataclasses.replace(region.context.code, codes=region.code.codes - {offset.__code__})
     unread = dataclasses.replace(region, context=dataclasses.replace(region.context, code=read))
-    runner = BlockRunner(unread, cache, eagerly())
+    runner = BlockRunner(unread, BlocksRun(cache, eagerly()))
     x = torch.ones(2, 4, 3)
     assert torch.equal(runner(region.block.forward, x), region.block(x))
     assert runner.eager_calls and not cache.statistics()["graphs"]

@@ -12,7 +12,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
 from comfy_accel.accel.dispatch.inline_cache import KnownCalls
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.signature import argument_guard
@@ -297,8 +297,8 @@ def test_what_is_known_of_a_block_serves_those_of_its_kind_that_are_like_it(chan
     regions = survey(kit.blocks.model_of(*blocks)).regions
     if callable(change):
         change(blocks[2])
-    how = cache, CompileSettings(backend="eager")
-    stand_ins = [Counting(region, *how, simplify if at == 2 else without_step) for at, region in enumerate(regions)]
+    run = BlocksRun(cache, CompileSettings(backend="eager"))
+    stand_ins = [Counting(region, run, simplify if at == 2 else without_step) for at, region in enumerate(regions)]
     for rows in (2, 2, 3):
         for stand_in, block in zip(stand_ins, blocks, strict=True):
             x = torch.randn(rows, 4)
@@ -319,7 +319,7 @@ class Runs:
 
     def begin(self):
         self.lease = self.cache.begin_lease()
-        return Counting(self.region, self.cache, self.settings, lease=self.lease)
+        return Counting(self.region, BlocksRun(self.cache, self.settings, self.lease))
 
     @property
     def entry(self):

@@ -3,7 +3,7 @@
 import sys
 import types
 
-from comfy_accel.accel.dispatch.kernels_tables import tables_restored
+from comfy_accel.accel.dispatch.resolver import tables_restored
 
 KERNELS = "kernels_of_others"
 FAKE = object()

@@ -6,7 +6,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import benchmark
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
-from comfy_accel.accel.dispatch.block_runner import BlockRunner, NotReady
+from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun, NotReady
 from comfy_accel.accel.dispatch.resolver import GraphResolver
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.report.account import by_compiling
@@ -109,7 +109,7 @@ def test_comparing_values_alone_says_nothing_of_the_gain():
     sizes = [80] * (benchmark.ROUNDS + 1) + [96]
     with torch.inference_mode(), cache.lease() as lease:
         for measured in (False, True):
-            stand_in = BlockRunner(region, cache, eagerly(measured=measured), lease=lease)
+            stand_in = BlockRunner(region, BlocksRun(cache, eagerly(measured=measured), lease))
             for rows in sizes:
                 stand_in(block.forward, torch.randn(rows, 4))
     [(calls, count)] = lease.measured.items()

@@ -6,7 +6,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
 from comfy_accel.accel.dispatch.lora import with_added
 from comfy_accel.accel.fingerprint.kinds import template_of
 from comfy_accel.accel.fingerprint.survey import survey
@@ -80,7 +80,7 @@ def wrap(block, **options):
 
 def runner(made, cache, index=0):
     region = survey(made, wraps=Adapters()).regions[index]
-    return BlockRunner(region, cache, CompileSettings(backend="eager"))
+    return BlockRunner(region, BlocksRun(cache, CompileSettings(backend="eager")))
 
 
 X = torch.randn(2, 4, 5, 6, generator=torch.Generator().manual_seed(1))
