@@ -1,15 +1,13 @@
 """Whether a compiled graph is right, and faster than its block on this machine: some calls run both ways.
 
 What is right at one size may not be at another, so a graph's values are compared at the first two sizes of each
-pattern (`pattern_of`), whether or not anybody asked for times. There is no limit to how many are compared in a run,
-since beyond it a wrong graph would be used; it is one eager call of one block for each graph and size, so in an image
-no more than it has kinds of blocks and ways of calling them; and one of the last block of a kind, since what is right
-with the weights of the first may have them in it. A graph that differs beyond rounding is used at no size.
+pattern (`pattern_of`), and in one call of the last block of a kind: what is right with the weights of the first may
+have them in it. A graph that differs beyond rounding is used at no size.
 
-What is faster at one size may not be at another either, so a graph is timed, where asked for, once for each power of
-two in size, and not used at that size where it is slower. The cost is one eager call of a block for each of at most
-`ROUNDS + 1` calls of a graph and size, for `CLEAR_ROUNDS + 1` where the gain is clear. Where another program's code
-runs in the block, which must not run twice for one call, calls of one size are made one way or the other by turns.
+Where asked for, a graph is timed once for each power of two in size, and not used at that size where it is slower. The
+cost is one eager call of a block for each of at most `ROUNDS + 1` calls, for `CLEAR_ROUNDS + 1` where the gain is
+clear. Where another program's code runs in the block, which must not run twice for one call, calls of one size are made
+one way or the other by turns.
 
 On a CUDA device the two are queued one behind the other between events, behind a pause that lets the host get ahead. So
 the device's time is free of the host's, and what counts is what a run would notice: the larger of the two, and where
@@ -119,13 +117,12 @@ class Benchmark:
         The two must not share tensors that they write to; they take turns in running first. captured: calls like this
         one are captured later, so that the host's time for them is no matter. difference: of the two outputs.
         """
-        with self._lock:
-            number = self._calls
-            self._calls += 1
-        started = time.perf_counter()
-        calls = (compiled, eager) if number % 2 else (eager, compiled)
-        timed, self._host = _time_each(calls, device, captured, self._host)
-        (out, compiled_seconds), (expected, eager_seconds) = timed if number % 2 else reversed(timed)
+        number, started = self._count(), time.perf_counter()
+        ways = {"compiled": compiled, "eager": eager}
+        order = ["compiled", "eager"] if number % 2 else ["eager", "compiled"]  # the second finds warm caches
+        timed, self._host = _time_each([ways[way] for way in order], device, captured, self._host)
+        results = dict(zip(order, timed, strict=True))
+        (out, compiled_seconds), (expected, eager_seconds) = results["compiled"], results["eager"]
         excess = difference(out, expected)
         with self._lock:
             self.seconds += time.perf_counter() - started - compiled_seconds
@@ -142,9 +139,7 @@ class Benchmark:
         self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device, captured: bool = False
     ) -> Any:
         """The output of this call, made one way only; captured: as for `call`."""
-        with self._lock:
-            number = self._calls
-            self._calls += 1
+        number = self._count()
         is_eager = number % 4 in (1, 2)  # not every other call, which may be those of one block
         call = eager if is_eager else compiled
         [(out, seconds)], self._host = _time_each([call], device, captured, self._host)
@@ -153,6 +148,11 @@ class Benchmark:
                 (self._eager if is_eager else self._compiled).append(seconds)
                 self._judge()
         return out
+
+    def _count(self) -> int:
+        with self._lock:
+            self._calls += 1
+            return self._calls - 1
 
     def _judge(self) -> None:
         ratios = [fast / plain for fast, plain in zip(self._compiled, self._eager, strict=False)]
@@ -195,9 +195,6 @@ class Pattern:
         """Whether no more of them is compared."""
         return len(self.compared) >= SIZES or self.sizes in self.compared
 
-    def settle(self) -> None:
-        self.compared.add(self.sizes)
-
 
 class Benchmarks:
     """One graph's record against its block: values by pattern of sizes, times by size.
@@ -213,11 +210,12 @@ class Benchmarks:
         self._compared: dict[bytes, set[Hashable]] = {}
 
     def of(self, inputs: Sequence[torch.Tensor], captured: bool = False, one_way: bool = False) -> Benchmark:
-        """The benchmark for calls of about this size; of exactly this one where each is made one way only.
+        """The benchmark for calls of this power of two in size; of exactly this size where each is made one way only.
 
         captured: in calls of a model that are captured, where other times count on a CUDA device.
         """
-        size = elements_of(inputs) if one_way else order_of_size(inputs)
+        elements = elements_of(inputs)  # of all, since one's may never change
+        size = elements if one_way else elements.bit_length()
         return self._by_size.setdefault((size, captured, one_way), Benchmark())
 
     def pattern(self, tensors: Sequence[torch.Tensor], dense: Sequence[bool] = ()) -> Pattern:
@@ -229,7 +227,7 @@ class Benchmarks:
         """Note how far a call of the pattern was beyond rounding (`beyond_rounding`), and return it."""
         if excess is not None:
             self.wrong = Reason("wrong_output", times=f"{excess:.1f}")
-        pattern.settle()
+        pattern.compared.add(pattern.sizes)
         return excess
 
     def compare(
@@ -248,7 +246,7 @@ class Benchmarks:
             expected = eager()  # first: it may need more memory, and the other output takes some
         if expected is None:
             log.warning("A compiled block is used unchecked: there is too little memory to run it uncompiled.")
-            pattern.settle()
+            pattern.compared.add(pattern.sizes)
             return compiled()
         eager_seconds = time.perf_counter() - started
         out = compiled()
@@ -271,11 +269,6 @@ class Benchmarks:
 
 def elements_of(inputs: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in inputs)
-
-
-def order_of_size(inputs: Sequence[torch.Tensor]) -> int:
-    """The exponent of the power of two next above the number of elements; of all, since one's may never change."""
-    return elements_of(inputs).bit_length()
 
 
 def pattern_of(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -335,14 +328,9 @@ def _time_each(
 
 
 def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    _wait(device)
+    wait = torch.accelerator.synchronize if device.type not in ("cpu", "meta") else lambda device: None
+    wait(device)
     started = time.perf_counter()
     out = function()
-    _wait(device)
+    wait(device)
     return out, time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
-    """Return once the device has done all queued work; the CPU queues none."""
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)

@@ -17,6 +17,9 @@ _SETS_ATTRIBUTES = ("STORE_ATTR", "DELETE_ATTR")
 _LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
+_EFFECTS = {"assigned": _ASSIGNS, "globals_set": _SETS_GLOBALS, "loaded": _READS_GLOBALS}
+"""The facts that are the names in these operations."""
+
 _LOOKS_UP = frozenset({"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"})
 _OF_DATACLASSES = frozenset("__init__ __eq__ __lt__ __le__ __gt__ __ge__ __setattr__ __delattr__ __hash__".split())
 _ASKS = frozenset({"getattr", "hasattr"})
@@ -93,33 +96,26 @@ def _read(code: types.CodeType) -> CodeFacts:
 
 def _operations(code: types.CodeType) -> dict[str, set[str | None]]:
     """The facts that only its instructions tell, by name."""
-    read, whole, assigned, globals_set, mutates, imports, loaded = (set() for _ in range(7))
-    before = None
-    steps = list(dis.get_instructions(code))
-    for at, step in enumerate(steps):
+    facts: dict[str, set] = {name: set() for name in ("read", "whole", "mutates", "imports", *_EFFECTS)}
+    steps = [None, None, *dis.get_instructions(code)]
+    for two_before, before, step in zip(steps, steps[1:], steps[2:], strict=False):
         name, what = step.opname, step.argval
+        for fact in [fact for fact, operations in _EFFECTS.items() if name in operations]:
+            facts[fact].add(what)
+        if name == "STORE_DEREF" and what in code.co_freevars:
+            facts["assigned"].add("cell_contents")
+        if name == "IMPORT_NAME":
+            facts["imports"].add((two_before.argval, what))
+        if step.opcode in dis.hasname and name not in _SETS_ATTRIBUTES:
+            facts["read"].add(what)
+        if name in _MUTATES:
+            facts["mutates"].add(None)
+        elif name in _ATTRIBUTES and what in _MUTATING_METHODS:
+            facts["mutates"].add(before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None)
         if before is not None and (before.opname in _ATTRIBUTES or any(load in before.opname for load in _LOADS)):
             *first, last = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-            whole.update(first if name in (*_ATTRIBUTES, *_SETS_ATTRIBUTES) else (*first, last))
-        if name in _ASSIGNS:
-            assigned.add(what)
-        if name == "STORE_DEREF" and what in code.co_freevars:
-            assigned.add("cell_contents")
-        if name in _SETS_GLOBALS:
-            globals_set.add(what)
-        if name in _READS_GLOBALS:
-            loaded.add(what)
-        if name == "IMPORT_NAME":
-            imports.add((steps[at - 2].argval, what))
-        if step.opcode in dis.hasname and name not in _SETS_ATTRIBUTES:
-            read.add(what)
-        if name in _MUTATES:
-            mutates.add(None)
-        elif name in _ATTRIBUTES and what in _MUTATING_METHODS:
-            mutates.add(before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None)
-        before = step
-    found = {"read": read, "whole": whole, "assigned": assigned, "globals_set": globals_set, "mutates": mutates}
-    return {**found, "imports": imports, "loaded": loaded}
+            facts["whole"].update(first if name in (*_ATTRIBUTES, *_SETS_ATTRIBUTES) else (*first, last))
+    return facts
 
 
 def is_of_dataclass(code: types.CodeType) -> bool:
@@ -130,7 +126,8 @@ def is_of_dataclass(code: types.CodeType) -> bool:
 
 def may_keep(code: types.CodeType) -> bool:
     """Whether the code, without those nested in it, may leave anything that its next call finds."""
-    if any(map(_changes_by_name, code.co_names)) or "out" in _strings(code.co_consts):
+    changes_by_name = (name in _CHANGING or name.endswith("_") and not name.endswith("__") for name in code.co_names)
+    if any(changes_by_name) or "out" in _strings(code.co_consts):
         return True
     changes, of_others = (*_ASSIGNS, *_MUTATES), code.co_freevars
     return any(
@@ -142,11 +139,6 @@ def may_keep(code: types.CodeType) -> bool:
         and step.argval in of_others
         for step in dis.get_instructions(code)
     )
-
-
-def _changes_by_name(name: str) -> bool:
-    """Whether a function, method or attribute of the name is there to change something."""
-    return name in _CHANGING or name.endswith("_") and not name.endswith("__")
 
 
 def filled(code: types.CodeType) -> frozenset[str]:

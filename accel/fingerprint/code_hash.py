@@ -73,8 +73,7 @@ class CodeHash:
     unread: those that it sets and never reads, as a model does that keeps what a call came to for whoever asks.
     affixes: what attributes begin or end with that it reads by names which it makes.
     sources: the files and packages that it is in or reads from (`module_files.source_of`), without libraries.
-    opaque: objects that it reads of which the digest covers only the type. They stay as they are while a
-        program runs.
+    opaque: objects that it reads of which the digest covers the type only, and which stay as they are in a process.
     """
 
     digest: str
@@ -208,8 +207,11 @@ class CodeReader:
                 described.append((name, self.describe_function(function)))
                 roots.append(function)
         reached = self._reach(roots)
-        strings = frozenset().union(*(function.facts.strings for function in reached))
-        names = frozenset().union(*(function.facts.names for function in reached))
+        facts = [function.facts for function in reached]
+        strings, names, set_anywhere, affixes = (
+            frozenset().union(*(getattr(of, fact) for of in facts))
+            for fact in ("strings", "names", "assigned", "affixes")
+        )
         for base in (torch.nn.Module, torch.Tensor, torch._C.TensorBase):
             if base is torch.Tensor:  # a new method may hide one of its base's
                 self.notes.watch_len(base, KEPT_NAMES)
@@ -225,7 +227,6 @@ class CodeReader:
             if function.filled and package_of(home_of(function.function)) not in own:
                 name = function.function.__qualname__
                 raise Indescribable(f"{name}, which keeps {function.filled[0]} from one call to the next")
-        set_anywhere = frozenset().union(*(function.facts.assigned for function in reached))
         unread = never_read(set_anywhere, [function.function.__code__ for function in reached])
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
@@ -241,20 +242,19 @@ class CodeReader:
         references.sources.update(*(function.references.sources for function in reached))
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
         sources, opaque = frozenset(references.sources), frozenset(references.opaque)
-        affixes = frozenset().union(*(function.facts.affixes for function in reached))
         return CodeHash(digest, strings, attributes, unread, affixes, sources, opaque)
 
     def _reach(self, roots: list[types.FunctionType]) -> list[_Function]:
         """These functions and all that they call in turn; calls into libraries are not followed."""
         seen: dict[int, _Function] = {}
-        roots = list(roots)
-        while roots:
-            function = roots.pop()
+        waiting = list(roots)
+        while waiting:
+            function = waiting.pop()
             if id(function) not in seen:
                 if id(function) not in self._functions:
                     self._functions[id(function)] = _Function(function, self)
                 found = seen[id(function)] = self._functions[id(function)]
-                roots.extend(call for call in found.calls if id(call) not in seen)
+                waiting += found.calls
         return list(seen.values())
 
 
@@ -297,7 +297,11 @@ class _Function:
         for cls in self.references.classes:
             self.references.add_source_of(cls)
         self.opaque.update((0, "", what) for what in self.references.opaque)
-        self.calls = [inner for call in self.references.all_functions() for inner in _followed(call)]
+        self.calls: list[types.FunctionType] = []
+        for call in self.references.all_functions():
+            # Of a library's, such as `contextlib.contextmanager` makes, those that it wraps.
+            wrapped = (inner for _, value in given_to(call) for inner in functions_in(value))
+            self.calls += filter(_is_followed, [call] if _is_followed(call) else wrapped)
         self.described = repr((reader.describe_function(function), self._names))
 
     def _follow(
@@ -311,8 +315,13 @@ class _Function:
         function_of_torch = _is_functional(self.function)
         if not is_library and "__name__" in scope and not is_generated(scope):
             references.add_source(scope)
-        if not path:
-            self._follow_builtins(scope)
+        if not path:  # a module can have others in the place of built-in functions
+            for name in sorted(self.facts.loaded.intersection(vars(builtins)).difference(scope)):
+                notes.watch_absent(scope, name)
+                notes.watch(vars(builtins), name)
+                others = [references.function(function) for function in functions_in(vars(builtins)[name])]
+                if others:
+                    self._names.append((name, others))
         names = self.facts.names | self.facts.asked if path else self.facts.loaded  # not attributes named like globals
         if "__name__" in scope and path and not is_library:
             for name in self.facts.asked.difference(scope):
@@ -352,24 +361,15 @@ class _Function:
                 self.opaque.update((id(scope), name, what) for what in found.opaque)
                 references.add(found)
 
-    def _follow_builtins(self, scope: Mapping[str, Any]) -> None:
-        """Note the built-in functions that the function may call, in whose place a module can have others."""
-        for name in sorted(self.facts.loaded.intersection(vars(builtins)).difference(scope)):
-            self.references.notes.watch_absent(scope, name)
-            self.references.notes.watch(vars(builtins), name)
-            others = [self.references.function(function) for function in functions_in(vars(builtins)[name])]
-            if others:
-                self._names.append((name, others))
-
     def _follow_namespace(self, path: str, value: types.ModuleType | type, is_library: bool) -> None:
         is_module = isinstance(value, types.ModuleType)
-        if value in self._namespaces or not (is_module or _is_namespace(value)):
+        is_class = not is_module and not issubclass(value, torch.nn.Module) and not of_library(value.__module__)
+        if value in self._namespaces or not (is_module or is_class):
             return
         self._namespaces.add(value)
         if is_module:
             self._follow(f"{path}.", vars(value), vars(value), is_library or of_library(value.__name__))
             return
-
         self.references.add_source_of(value)
         for cls in (*value.__mro__, *type(value).__mro__):
             if not of_library(cls.__module__):
@@ -385,12 +385,6 @@ class _Function:
             return
         raise Indescribable(f"{self.function.__qualname__}, which reads variables of the environment in each call")
 
-    @functools.cached_property
-    def _changes_items(self) -> bool:
-        """Whether the function may change the items of a table: `torch.add` changes none."""
-        scope = self.function.__globals__
-        return any(not isinstance(scope.get(name), types.ModuleType) for name in self.facts.mutates)
-
     def _settings(
         self, value: Any, references: CodeReferences, method: types.FunctionType | None = None
     ) -> Iterator[Any]:
@@ -403,10 +397,9 @@ class _Function:
             if len(value) > MAX_ITEMS:
                 references.opaque.add(f"a table of {len(value)} items")
                 return
-            described = None
-            is_filled = self._changes_items
-            if value and not is_filled:
-                described = references.describe(value)
+            scope = self.function.__globals__  # `torch.add` changes no items
+            is_filled = any(not isinstance(scope.get(name), types.ModuleType) for name in self.facts.mutates)
+            described = references.describe(value) if value and not is_filled else None
             if described is None:
                 described = references.functions_of(value, is_filled=is_filled)
             if described:
@@ -478,19 +471,6 @@ def _is_hidden(function: types.FunctionType) -> bool:
 
 def _is_followed(function: types.FunctionType) -> bool:
     return _is_functional(function) or not of_library(home_of(function))
-
-
-def _followed(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The function; of a library's, such as `contextlib.contextmanager` makes, those that it wraps."""
-    if _is_followed(function):
-        yield function
-    else:
-        inside = (inner for _, value in given_to(function) for inner in functions_in(value))
-        yield from filter(_is_followed, inside)
-
-
-def _is_namespace(cls: type) -> bool:
-    return not issubclass(cls, torch.nn.Module) and not of_library(cls.__module__)
 
 
 def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -> types.CodeType | None:

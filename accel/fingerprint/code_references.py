@@ -156,7 +156,8 @@ class CodeReferences(References):
         cls, state = type(value), vars(value)
         names, called, methods = _reads_of(cls, codes)
         codes = [*codes, *methods]
-        if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
+        is_passed_on = any(not facts_of(code).whole.isdisjoint(code.co_varnames[:1]) for code in methods)
+        if not _FINDS.isdisjoint(called) or (but is None and is_passed_on):
             names |= state.keys()
         names -= but or set()
         # What these keep on the object is made by their functions, which count, at the first call or at a later one.
@@ -213,21 +214,15 @@ def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set
     methods: dict[str, list[types.CodeType]] = {}
     for path, function in methods_of(cls):
         methods.setdefault(path.rpartition(".")[2], []).append(function.__code__)
-    names, called, found = set(_ITEMS).union(*map(_attributes_in, codes)), set(), []
-    while more := names.intersection(methods) - called:
+    names, called, found = set(_ITEMS), set(), []
+    waiting = list(codes)
+    while waiting:
+        names.update(*(facts_of(code).names | facts_of(code).asked for code in waiting))
+        more = names.intersection(methods) - called
         called |= more
-        found += (code for name in more for code in methods[name])
-        names.update(*(_attributes_in(code) for name in more for code in methods[name]))
+        waiting = [code for name in more for code in methods[name]]
+        found += waiting
     return names, called, found
-
-
-def _attributes_in(code: types.CodeType) -> frozenset[str]:
-    return facts_of(code).names | facts_of(code).asked
-
-
-def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
-    """Whether one of these methods may pass its object on."""
-    return any(not facts_of(code).whole.isdisjoint(code.co_varnames[:1]) for code in methods)
 
 
 def methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str, types.FunctionType]]:

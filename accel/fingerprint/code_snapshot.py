@@ -159,7 +159,7 @@ class CodeNotes:
             (is_, getitem, [place for place in named if place[1] in place[0]]),
             (eq, contains, list(self._hiding.values())),
             (eq, len, [(names,) for names, ignored in sized if not ignored]),
-            (eq, _len_but, [(names, ignored) for names, ignored in sized if ignored]),
+            (eq, lambda names, ignored: len(names) - (ignored in names), [pair for pair in sized if pair[1]]),
             (eq, read_settings, [(frozenset(self.settings),)] if self.settings else []),
         ]
         parts: dict[Callable, list[tuple]] = {}
@@ -200,10 +200,6 @@ class CodeSnapshot:
             )
         except (KeyError, ValueError):  # a name is gone, a cell is empty
             return False
-
-
-def _len_but(names: Mapping, ignored: str) -> int:
-    return len(names) - (ignored in names)
 
 
 def _are_same(ones: Iterable[Any], others: list) -> bool:

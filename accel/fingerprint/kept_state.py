@@ -1,8 +1,7 @@
 """What code keeps from one call of a block to the next.
 
-A graph would have all of it as it was when the block was traced, so such blocks run uncompiled. Torch tells: what a
-traced function changes of what was there before is known, since the compiled one has to change it as well. Tracing runs
-nothing: a run for a question of ours would count a call that the image does not make.
+A graph would have all of it as it was when the block was traced, so such blocks run uncompiled. Torch's trace tells,
+since the compiled function has to change what the traced one changes; a run would count a call that no image makes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The *kind* of a block: the same code over weights of the same shapes; and the key of a compiled graph.
 
-Blocks of one kind share their compiled graphs, so everything that can change what a block computes,
-except the tensors it is given, must be in the fingerprint. What cannot be described raises
-`Indescribable`, and the block stays eager: different behaviour never gets the same fingerprint.
+Blocks of one kind share their compiled graphs, so everything that can change what a block computes, except the tensors
+it is given, must be in the fingerprint. A block with what cannot be described stays eager.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class Kind:
 
     name: for people. digest: for equality. weights: the names of its parameters and buffers.
     forms: how those of classes of their own are stored; a graph takes the plain tensors in them (`stored_form`).
-    varying: (tensor, dimension) pairs whose size differs between blocks of the kind; graphs are
-        compiled with these dynamic, so that blocks that differ in channels alone share one.
+    varying: (tensor, dimension) pairs whose size differs between blocks of the kind, which are dynamic in graphs.
     sources, opaque: what else its code depends on, for graphs that outlive this process (`CodeHash`).
     """
 
@@ -74,10 +72,8 @@ class Kind:
 class GraphKey:
     """The key of one compiled graph.
 
-    call: the structure of the call without its values (`tree_spec.without_values`); few graphs are kept for
-        the values of one key.
-    inputs: the block's weights, then the call's tensors.
-    sizes: the inputs' shapes for an exact-size graph, None for one that serves any size.
+    call: its structure without values (`tree_spec.without_values`), for which few graphs of one key are kept.
+    inputs: the block's weights, then the call's tensors. sizes: of these; None for a graph that serves any size.
     Sigma, seeds, uuids and LoRA strength are not part of it, because only values depend on them.
     """
 
@@ -92,8 +88,8 @@ class GraphKey:
 class Description:
     """A block's code, settings and weights: all that decides its kind.
 
-    digest: of everything except the shapes of its weights. shapes: of the plain tensors that its weights
-        are made of; () for each in a weight of a class of its own, whose sizes are in the digest.
+    digest: of everything except the shapes of its plain weights. shapes: of the plain tensors in its weights; () for
+        each in a weight of a class of its own.
     forms: of its weights, as of a kind.
     code: the hash of its code; the dict keys that it may read are among the strings.
     read: the settings of its parts that count, (path, names); notes: where the values in them were found.
@@ -157,7 +153,12 @@ def describe(
     parts = list(wrapped_layers.modules(block, wraps))
     for path, module in parts:
         require_own_code(module, path)
-    weights = [(name, tensor, _form_of(tensor, name)) for name, tensor in wrapped_layers.weights(block, wraps)]
+    weights = []
+    for name, tensor in wrapped_layers.weights(block, wraps):
+        try:
+            weights.append((name, tensor, stored_form.form_of(tensor)))
+        except stored_form.Opaque as why:
+            raise Indescribable(f"{name} is stored as a {why}") from None
     classes = {type(module) for _, module in parts}
     classes = classes.union(*(form.running for _, _, form in weights if form is not None))
     code, state = _read(parts, classes, references, wrapped)
@@ -227,13 +228,6 @@ def _numbers(parts: Iterable[tuple[str, torch.nn.Module]]) -> tuple[tuple[str, s
     )
 
 
-def _form_of(tensor: torch.Tensor, name: str) -> StoredForm | None:
-    try:
-        return stored_form.form_of(tensor)
-    except stored_form.Opaque as why:
-        raise Indescribable(f"{name} is stored as a {why}") from None
-
-
 def _laid_out(tensor: torch.Tensor) -> tuple:
     spec = tensor_spec(tensor)
     return spec.dtype, spec.ndim, spec.layout, tensor.stride() if isinstance(spec.layout, tuple) else None
@@ -286,52 +280,43 @@ def kinds_of(
         return structure, tuple(item for item in numbers if item[1] in read.get(structure, ()))
 
     groups = [group(description.structure, description.numbers) for description in descriptions]
-    shapes_of: dict[tuple, list[tuple[torch.Size, ...]]] = {}
+    shapes_of: dict[tuple, set[tuple[torch.Size, ...]]] = {}
     for of, description in zip(groups, descriptions, strict=True):
-        shapes_of.setdefault(of, []).append(description.shapes)
+        shapes_of.setdefault(of, set()).add(description.shapes)
     for block in model:
         named = list(wrapped_layers.weights(block, wraps))
         if any(type(tensor) not in PLAIN_TENSORS for _, tensor in named):
             continue  # such weights do not vary
         shapes = tuple(tensor.shape for _, tensor in named)
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
-        shapes_of.setdefault(group(structure, _numbers(wrapped_layers.modules(block, wraps))), []).append(shapes)
-    varying = {of: _varying(members) for of, members in shapes_of.items()}
-    return [_kind(description, varying[of]) for description, of in zip(descriptions, groups, strict=True)]
+        shapes_of.setdefault(group(structure, _numbers(wrapped_layers.modules(block, wraps))), set()).add(shapes)
+    return [_kind(description, shapes_of[of]) for description, of in zip(descriptions, groups, strict=True)]
 
 
 def _structure(name: str, weights: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> tuple:
     return (name, weights, tuple(len(shape) for shape in shapes))
 
 
-def _varying(members: Sequence[tuple[torch.Size, ...]]) -> tuple[tuple[int, int], ...]:
-    """The (weight, dimension) pairs whose size is not the same in all members."""
-    return tuple(
+def _kind(description: Description, members: Iterable[tuple[torch.Size, ...]]) -> Kind:
+    """The kind of a block; members: the shapes of it and of all that differ from it in these at most."""
+    varying = [
         (index, dimension)
         for index, sizes in enumerate(zip(*members, strict=True))
         for dimension, of_members in enumerate(zip(*sizes, strict=True))
         if len(set(of_members)) > 1
-    )
-
-
-def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kind:
+    ]
     sizes = [
         [None if (index, dimension) in varying else size for dimension, size in enumerate(shape)]
         for index, shape in enumerate(description.shapes)
     ]
     full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
-    code, names, forms = description.code, description.weights, description.forms
-    varying = (*varying, *_ranks(forms))
-    return Kind(description.name, full, names, varying, code.sources, code.opaque, forms)
-
-
-def _ranks(forms: Forms) -> Iterator[tuple[int, int]]:
-    """The dimensions over which what is added to stored weights is summed, which no form says."""
-    at = 0
-    for form in forms:
+    code, at = description.code, 0
+    for form in description.forms:
         at += 1 if form is None else len(form.names)
-        if form is not None and form.factors:
-            yield from ((at - 2, 1), (at - 1, 0))
+        if form is not None and form.factors:  # over which dimensions these are summed, no form says
+            varying += [(at - 2, 1), (at - 1, 0)]
+    names, forms = description.weights, description.forms
+    return Kind(description.name, full, names, tuple(varying), code.sources, code.opaque, forms)
 
 
 def weight_slots(

@@ -25,10 +25,8 @@ class Unknown(Exception):
 def source_of(scope: Mapping[str, Any]) -> str | None:
     """The folder of the outermost package of a module with this namespace, or else the module's file.
 
-    The whole package, since a value that the module imports may come from any part of it. None for a folder
-    of modules that has no code itself.
-
-    Raises Unknown: the module was not loaded from a file.
+    The whole package, since what the module imports may come from any part of it. None for a folder of modules without
+    code itself. Raises Unknown: the module was not loaded from a file.
     """
     name, file = str(scope.get("__name__")), scope.get("__file__")
     if file is None:
@@ -49,12 +47,8 @@ def source_of(scope: Mapping[str, Any]) -> str | None:
 
 
 def digest(sources: Iterable[str]) -> str:
-    """A digest of the code in these files and folders, wherever they are.
-
-    Each folder is looked through at most once in `_LOOK_EVERY` seconds.
-
-    Raises Unknown: a file has changed since this process began, or cannot be read.
-    """
+    """A digest of the code in these files and folders, wherever they are. Each folder is looked through at most once in
+    `_LOOK_EVERY` seconds. Raises Unknown: a file has changed since this process began, or cannot be read."""
     period = int(time.monotonic() / _LOOK_EVERY)
     digests = sorted(_of_source(source, _BEGAN, period) for source in sources)
     return hashlib.sha256(repr(digests).encode()).hexdigest()[:24]

@@ -126,8 +126,13 @@ def _describe_parts(value: Any, references: References) -> Any:
         return (type(value).__name__, value.tobytes())
     if isinstance(value, types.MethodType):
         raise Indescribable(f"a bound method, {value.__qualname__}")
+    if isinstance(value, types.BuiltinFunctionType):
+        owner = value.__self__
+        if owner is not None and not isinstance(owner, (types.ModuleType, type)):
+            raise Indescribable(f"a bound method, {value.__qualname__}")
+        return ("builtin", getattr(owner, "__name__", None), value.__qualname__)
     if isinstance(value, OPERATORS):
-        return _operator_name(value)
+        return ("builtin", str(value))
     if is_plain_object(value):
         references.notes.watch_type(value)
         references.notes.watch_items(vars(value))
@@ -219,19 +224,6 @@ def is_plain(value: Any) -> bool:
     """Whether it is a constant, or a list or tuple of constants."""
     items = value if type(value) in (list, tuple) else (value,)
     return all(type(item) in PLAIN for item in items)
-
-
-def _operator_name(value: Any) -> tuple:
-    """The name of an operator of torch or of a function written in C.
-
-    Raises Indescribable: for a method of an object with state.
-    """
-    if isinstance(value, types.BuiltinFunctionType):
-        owner = value.__self__
-        if owner is not None and not isinstance(owner, (types.ModuleType, type)):
-            raise Indescribable(f"a bound method, {value.__qualname__}")
-        return ("builtin", getattr(owner, "__name__", None), value.__qualname__)
-    return ("builtin", str(value))
 
 
 def is_plain_object(value: Any) -> bool:

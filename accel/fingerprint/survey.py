@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import types
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from ..core.errors import one_line
+from ..core.events import log
 from ..core.reasons import Reason, RunEagerly
 from ..modules import wrapped_layers
 from ..modules.blocks import blocks
@@ -24,12 +26,12 @@ from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
 from ..signature.tree_spec import Function
-from .code_hash import CodeReader, ReadCode
+from .code_facts import may_keep
+from .code_hash import CodeHash, CodeReader, ReadCode
 from .code_references import find_codes_run_by
 from .code_snapshot import CodeNotes, CodeSnapshot
-from .given_functions import GivenCode, GivenFunctions
 from .kept_state import packages_of
-from .kinds import Kind, Read, WeightSlots, describe, kinds_of, weight_slots
+from .kinds import Description, Kind, Read, WeightSlots, describe, kinds_of, weight_slots
 from .plain_values import Indescribable, note_part, settings_of
 
 _SLOT = "_accel_surveys"
@@ -40,6 +42,56 @@ _MOST_KEPT = 4
 
 Traceable = Callable[..., AbstractContextManager[None]]
 """Makes a context in which code is read; where its argument is True, in which it is traced or run without values."""
+
+
+_MOST_READ = 32
+"""Readings for one survey, after which such calls run uncompiled: code that is another in each call is no kind."""
+
+
+@dataclass(frozen=True, eq=False)
+class GivenCode:
+    """What functions run: the hash, the code that was read for it, and what stood there."""
+
+    hash: CodeHash
+    code: ReadCode
+    snapshot: CodeSnapshot
+
+
+class GivenFunctions:
+    """Reads functions for all blocks of one survey. ignored: as for `CodeReader`; traceable: as for `Region`."""
+
+    def __init__(self, ignored: frozenset[tuple[str, str]], traceable: Callable[[], AbstractContextManager[None]]):
+        self._ignored, self._traceable = ignored, traceable
+        self._known: dict[tuple[Function, ...], GivenCode] = {}
+        self._read = 0
+
+    def read(self, functions: tuple[Function, ...]) -> GivenCode:
+        """The code of these functions as it stands. Raises Indescribable."""
+        known = self._known.get(functions)
+        if known is not None and known.snapshot.is_current():
+            return known
+        if self._read == _MOST_READ:
+            raise Indescribable("one function after another")
+        self._read += 1
+        codes = [function.code for function in functions]
+        for code in codes:
+            codes += (inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+        if any(map(may_keep, codes)):
+            raise Indescribable("a function that may keep something")
+        reader = CodeReader(self._ignored)
+        # Without defaults and with empty cells: their code alone counts.
+        bare = [
+            types.FunctionType(
+                of.code, of.make.__globals__, closure=tuple(types.CellType() for _ in of.code.co_freevars)
+            )
+            for of in functions
+        ]
+        with self._traceable():
+            hash = reader.read(frozenset(), bare)
+            # It says nothing of which is which, nor do their names.
+            hash = replace(hash, digest=" ".join(reader.read(frozenset(), [one]).digest for one in bare))
+        known = self._known[functions] = GivenCode(hash, reader.collect_code(), reader.notes.snapshot())
+        return known
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,15 +218,12 @@ class Passes:
 class Survey:
     """A model's blocks: those to compile, and the paths of those left eager with the reason.
 
-    code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
-        blocks are called.
-    settings_by_block: the same for each block. changed_by_model: for each, what the code around the blocks may change
-        of what was read.
+    code, settings: what was read for it, of the program and of the blocks, to be compared where these are called.
+    settings_by_block: the same for each block. changed_by_model: for each, what of it the code around may change.
     around: the modules in the model outside of the blocks to compile.
-    known: what runs have found of the model's calls, for the next ones.
     layout, eager: what else it rests on, to be compared at the start of another run; eager: what may have kept blocks
-        from being compiled. That is not compared during a run, in which such a block may change itself. None where
-        another program's code has failed, nobody knows why.
+        from being compiled, which may change itself during a run. None where another program's code has failed.
+    known: what runs have found of the model's calls, for the next ones.
     """
 
     regions: tuple[Region, ...]
@@ -212,20 +261,17 @@ class Survey:
 class KeptSurveys:
     """The surveys of one model from one run to the next.
 
-    One is used again while all that it rests on stands. That is: the functions, classes, globals and hooks for all
-    modules that were read (`Survey.code`); the settings, parts, forwards and hooks of its blocks (`Survey.settings`);
-    which modules the model is made of, and how its blocks' weights are stored, in place or streamed (`Survey.layout`);
-    of blocks that were left eager, all their settings and which their weights are (`Survey.eager`, `Survey.layout`).
-    Values and devices of weights, and so LoRA that is added to them, are no part of a kind.
+    One is used again while all that it rests on stands: `Survey.code`, `settings`, `eager` and `layout`. Values and
+    devices of weights, and so LoRA that is added to them, are no part of a kind.
 
-    They are kept on the model, or by a host where it has something there; they do not follow a copy of it. Nothing here
-    refers to the model itself, which goes when nobody needs it.
+    They are kept on the model, or by a host where it has something there; they do not follow a copy of it, and refer
+    nowhere to the model itself, which goes when nobody needs it.
     """
 
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[Any, Survey], ...] = ()
+        self._kept: list[tuple[Any, Survey]] = []
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         return type(None), ()
@@ -238,23 +284,23 @@ class KeptSurveys:
             found = model.__dict__[_SLOT] = cls()
         return found
 
-    def find(self, model: torch.nn.Module, asked: Any, look: Callable[[], Survey]) -> Survey:
-        """The survey of the model as it is now, made by `look` where none is kept.
-
-        asked: what it is made with.
-        """
+    def find(self, model: torch.nn.Module, settings: Any, create: Callable[[], Survey]) -> Survey:
+        """A kept survey, made with equal settings, that still describes the model, or a new one. Those of another
+        layout are dropped."""
         if self._kept:
             _, newest = self._kept[0]
             drop_restored_forwards((model, *newest.layout.parts))
-        there = [(of, kept) for of, kept in self._kept if kept.layout.is_current(model)]
-        for of, kept in there:
-            if of == asked and kept.stands and kept.eager.is_current():
+        changed = [kept.layout.changed_part(model) for _, kept in self._kept]
+        if any(changed):
+            log.debug("%s has changed: %s", type(model).__name__, changed)
+        self._kept = [entry for entry, part in zip(self._kept, changed, strict=True) if part is None]
+        for known_settings, kept in self._kept:
+            if known_settings == settings and kept.stands and kept.eager.is_current():
                 return kept
-        made = look()
-        if made.eager is not None:
-            there.insert(0, (asked, made))
-        self._kept = tuple(there[:_MOST_KEPT])
-        return made
+        created = create()
+        if created.eager is not None:
+            self._kept = [(settings, created), *self._kept[: _MOST_KEPT - 1]]
+        return created
 
 
 def survey(
@@ -274,82 +320,108 @@ def survey(
     traceable: as for `Region`; blocks' code is read in it.
     """
     drop_restored_forwards(model.modules())
-    described, left_eager = [], []
-    eager, noted_of_eager, is_failed = [], CodeNotes(), False
     reader = CodeReader(ignored)
-    found = list(blocks(model, wraps))
-    shown = []
     everywhere = torch.nn.modules.module
     hooks = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
-    for path, block in found:
-        shown.append(block)
-        noted, wrapped = CodeNotes(), WrappedForward.of(block)
+    for of_all in hooks:
+        reader.notes.watch_items(of_all)
+    found = [_Block(path, block, block, CodeNotes(), WrappedForward.of(block)) for path, block in blocks(model, wraps)]
+    for block in found:
         try:
             if any(hooks):
                 raise RunEagerly(Reason("hooks_everywhere"))
-            if wrapped is None and has_foreign_forward(block):
+            if block.wrapped is None and has_foreign_forward(block.block):
                 raise RunEagerly(Reason("forward_replaced"))
-            shown[-1] = plain(block)
+            block.shown = plain(block.block)
             with traceable():
-                description = describe(shown[-1], reader, wraps, wrapped, noted)
-            described.append((path, block, shown[-1], wrapped, description))
-            continue
+                block.description = describe(block.shown, reader, wraps, block.wrapped, block.notes)
         except RunEagerly as refusal:
-            left_eager.append((path, refusal.reason))
-        except Indescribable as why:
-            left_eager.append((path, Reason("indescribable", what=str(why))))
+            block.eager_reason = refusal.reason
         except Exception as error:  # of an extension's class, of any type
-            left_eager.append((path, Reason("indescribable", what=one_line(error))))
-            is_failed = True
-        eager.append(block)
-        noted_of_eager.add(_notes_of(block, shown[-1], noted, wraps))
-    kinds = kinds_of([description for *_, description in described], shown, wraps)
-    counts, last = Counter(kinds), {kind: block for (_, block, *_), kind in zip(described, kinds, strict=True)}
-    for of_all in hooks:
-        reader.notes.watch_items(of_all)
-    inside = {part for _, block, *_ in described for part in block.modules()}
+            block.is_failed = not isinstance(error, Indescribable)
+            what = one_line(error) if block.is_failed else str(error)
+            block.eager_reason = Reason("indescribable", what=what)
+    described = [block for block in found if block.description is not None]
+    eager = [block for block in found if block.description is None]
+    kinds = kinds_of([block.description for block in described], [block.shown for block in found], wraps)
+    inside = {part for block in described for part in block.block.modules()}
     outside = tuple(part for part in model.modules() if part is not model and part not in inside)
     around = find_codes_run_by({model, *outside} - inside, inside)
     context = SurveyContext(wraps, plain, traceable, reader.collect_code(around), GivenFunctions(ignored, traceable))
-    assigned = reader.notes.select_changed(around)
-    regions, notes, changed = [], CodeNotes(), {}
-    for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
-        own = _notes_of(block, described_as, description.notes, wraps, description.read)
-        notes.add(own)
+    changed_around = reader.notes.select_changed(around)
+    counts, last = Counter(kinds), dict(zip(kinds, described, strict=True))
+    regions, changed_by_model = [], {}
+    for block, kind in zip(described, kinds, strict=True):
+        description = block.description
+        block.notes = _notes_of(block, wraps, description.read)
         if counts[kind] < min_repetitions:
-            left_eager.append((path, Reason("too_few_blocks", least=min_repetitions)))
+            block.eager_reason = Reason("too_few_blocks", least=min_repetitions)
             continue
-        is_last, strings = last[kind] is block and counts[kind] > 1, description.code.strings
-        regions.append(Region(path, block, kind, context, strings, own, description.read, wrapped, is_last))
-        if places := CodeNotes.join(assigned, own.select_changed(around)):
-            changed[block] = places.snapshot()
-    layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, *_ in described], eager)
-    of_eager = None if is_failed else noted_of_eager.snapshot()
-    code, settings = reader.notes.snapshot(), notes.snapshot()
-    of_blocks = {region.block: region.notes.snapshot() for region in regions}
-    return Survey(tuple(regions), tuple(left_eager), code, settings, of_blocks, changed, outside, layout, of_eager)
+        region = Region(
+            path=block.path,
+            block=block.block,
+            kind=kind,
+            context=context,
+            strings=description.code.strings,
+            notes=block.notes,
+            read=description.read,
+            wrapped=block.wrapped,
+            is_last=last[kind] is block and counts[kind] > 1,
+        )
+        regions.append(region)
+        if places := CodeNotes.join(changed_around, region.notes.select_changed(around)):
+            changed_by_model[region.block] = places.snapshot()
+    notes_of_eager = CodeNotes.join(*(_notes_of(block, wraps) for block in eager))
+    return Survey(
+        regions=tuple(regions),
+        left_eager=tuple((block.path, block.eager_reason) for block in found if block.eager_reason is not None),
+        code=reader.notes.snapshot(),
+        settings=CodeNotes.join(*(block.notes for block in described)).snapshot(),
+        settings_by_block={region.block: region.notes.snapshot() for region in regions},
+        changed_by_model=changed_by_model,
+        around=outside,
+        layout=LayoutSnapshot(model, [(of.block, of.shown) for of in described], [of.block for of in eager]),
+        eager=None if any(block.is_failed for block in eager) else notes_of_eager.snapshot(),
+    )
 
 
-def _notes_of(
-    block: torch.nn.Module, shown: torch.nn.Module, noted: CodeNotes, wraps: Wraps | None, read: Read | None = None
-) -> CodeNotes:
-    """Where the settings and the parts of the block are.
+@dataclass(eq=False)
+class _Block:
+    """A block in the course of a survey.
 
-    shown: the block as it was described. Where that is a copy, a host keeps account of the weights on the parts.
-    noted: while it was. read: the settings that its code reads; None for all that it has but tensors.
+    shown: it as it is described; where that is a copy, a host keeps account of the weights on the block's parts.
+    notes: what is to be watched of it. is_failed: its code has raised.
     """
-    notes = CodeNotes.join(noted)
-    parts = dict(wrapped_layers.modules(block, wraps))
+
+    path: str
+    block: torch.nn.Module
+    shown: torch.nn.Module
+    notes: CodeNotes
+    wrapped: WrappedForward | None
+    description: Description | None = None
+    eager_reason: Reason | None = None
+    is_failed: bool = False
+
+
+def _notes_of(of: _Block, wraps: Wraps | None, read: Read | None = None) -> CodeNotes:
+    """Where the settings and the parts of the block are, beside what was noted while it was described.
+
+    read: the settings that its code reads; None for all that it has but tensors.
+    """
+    notes = CodeNotes.join(of.notes)
+    parts = dict(wrapped_layers.modules(of.block, wraps))
     if read is None:
-        settings = ((path, settings_of(part)) for path, part in wrapped_layers.modules(shown, wraps))
-        read = [(path, [name for name, value in of if not isinstance(value, torch.Tensor)]) for path, of in settings]
+        read = [
+            (path, [name for name, value in settings_of(part) if not isinstance(value, torch.Tensor)])
+            for path, part in wrapped_layers.modules(of.shown, wraps)
+        ]
     for path, names in read:
         part = parts[path]
         for name in names:
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
                 notes.watch(part.__dict__, name)
-        note_part(part, notes, shown=shown is block, outermost=not path)
-    for part, _ in wrapped_layers.wrapped(block, wraps):  # which is called as it is for as long as these are there
+        note_part(part, notes, shown=of.shown is of.block, outermost=not path)
+    for part, _ in wrapped_layers.wrapped(of.block, wraps):  # which is called as it is for as long as these are there
         notes.watch_absent(part.__dict__, "forward")
         notes.watch_len(part._forward_hooks)
         notes.watch_len(part._forward_pre_hooks)

@@ -91,23 +91,22 @@ class LayoutSnapshot:
         tensors = self._tensors(weights)
         self._described_as, self._guard = _described(weights, tensors), tensor_guard(tensors)
 
-    def is_current(self, model: torch.nn.Module) -> bool:
-        """Whether the model is this one, made of the same modules and stored as it was; about 1 µs for each module."""
+    def changed_part(self, model: torch.nn.Module) -> str | None:
+        """Which part of the model is not as it was; None where all is. About 1 µs for each module."""
         if model is not self._model() or type(model) is not self._class:
-            return False
+            return "the model"
         try:
-            objects = self._objects()
-            return (
-                all(map(operator.is_, self._named_now(), self._named))
-                and list(map(len, self._named)) == self._sizes
-                and len(objects) == len(self._kept)
-                and all(map(operator.is_, objects, self._kept))
-                and all(stored() is _plain(holder[name]) is not None for holder, name, stored in self._stored)
-                and self._described() == self._state
-                and self._are_stored_as_before()
-            )
-        except (AttributeError, KeyError, RunEagerly):  # something is gone, or stored in another form
-            return False
+            if not are_same(self._named_now(), self._named) or list(map(len, self._named)) != self._sizes:
+                return "which modules and weights it has"
+            if not are_same(self._objects(), self._kept):
+                return "a module or forward"
+            if not all(stored() is _plain(holder[name]) is not None for holder, name, stored in self._stored):
+                return "a weight of an uncompiled block"
+            if self._described() != self._state:
+                return "training mode, or what the host keeps"
+            return None if self._are_stored_as_before() else "how weights are stored"
+        except (AttributeError, KeyError, RunEagerly):
+            return "something that is gone, or stored in another form"
 
     def _weights(self) -> list[torch.Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))
@@ -202,7 +201,10 @@ class WeightSnapshot:
                         continue
                     if holder is module.__dict__ and name in unread:
                         continue
-                    form = _form_at_addresses(value)
+                    form = stored_form.form_or_none(value)
+                    # What is added to a weight is computed for each call, and so at no address.
+                    if not (type(value) in PLAIN_TENSORS if form is None else not form.factors):
+                        raise UnsupportedWeights(Reason("weights_type", type=type(value).__name__))
                     if form is None:
                         places.append((holder, name))
                         if is_loaded:
@@ -295,15 +297,6 @@ class _Parts:
 
     def __getitem__(self, path: str) -> torch.Tensor:
         return operator.attrgetter(path)(self._holder[self._name])
-
-
-def _form_at_addresses(tensor: torch.Tensor) -> stored_form.StoredForm | None:
-    """The tensor's form; None for a plain tensor. Raises UnsupportedWeights."""
-    form = stored_form.form_or_none(tensor)
-    is_known = type(tensor) in PLAIN_TENSORS if form is None else not form.factors  # these are computed for each call
-    if not is_known:
-        raise UnsupportedWeights(Reason("weights_type", type=type(tensor).__name__))
-    return form
 
 
 def _are_at(holders: Sequence[dict[str, Any]], names: Sequence[str], addresses: list[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -32,39 +32,50 @@ _GETTERS_OF_C = ("_get_cublas_", "_get_cudnn_", "_get_fp32_", "_get_mkldnn_")
 _BEGINNINGS, _ENDS = ("get_", "is_", "version"), ("_enabled", "_allowed")
 
 
-def in_force() -> tuple:
-    """The settings now, some microseconds' work; equal ones mean equal kernels."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+_ATTRIBUTES = {
+    **{f"matmul.{name}": (torch.backends.cuda.matmul, name) for name in _PRODUCTS},
+    **{f"cudnn.{name}": (torch.backends.cudnn, name) for name in _CONVOLUTIONS},
+}
+"""The object and the attribute of each switch that is one."""
+
+_TF32 = {
+    "matmul.tf32": (torch.backends.cuda.matmul, torch.backends.cuda.matmul),
+    "cudnn.tf32": (torch.backends.cudnn, getattr(torch.backends.cudnn, "conv", None)),
+}
+"""What has torch's older name (`allow_tf32`), and what has the newer one (`fp32_precision`)."""
+
+_SETTERS = {
+    "float32_matmul_precision": torch.set_float32_matmul_precision,
+    "deterministic_algorithms": torch.use_deterministic_algorithms,
+    "fp16_bf16_reduction_math_sdp_allowed": getattr(torch.backends.cuda, "allow_fp16_bf16_reduction_math_sdp", None),
+    **{f"{name}_sdp_enabled": getattr(torch.backends.cuda, f"enable_{name}_sdp", None) for name in _ATTENTIONS},
+}
+
+
+def in_force() -> tuple[tuple[str, Any], ...]:
+    """The settings now, (name, value), some microseconds' work; equal ones mean equal kernels."""
     return (
-        asked(torch.get_float32_matmul_precision),
-        torch.are_deterministic_algorithms_enabled(),
-        *(asked(lambda name=name: getattr(products, name)) for name in _PRODUCTS),
-        *(asked(lambda name=name: getattr(convolutions, name)) for name in _CONVOLUTIONS),
-        _tf32(products, products),
-        _tf32(convolutions, getattr(convolutions, "conv", None)),
+        ("float32_matmul_precision", asked(torch.get_float32_matmul_precision)),
+        ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
+        *((name, asked(functools.partial(getattr, *place))) for name, place in _ATTRIBUTES.items()),
+        *((name, _tf32(*owners)) for name, owners in _TF32.items()),
         *attention(),
     )
 
 
-def put_in_force(given: tuple) -> None:
+def put_in_force(wanted: Sequence[tuple[str, Any]]) -> None:
     """Set the switches as `in_force` said in another process. Raises Exception, of any type: this torch cannot."""
-    products, convolutions, of_torch = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
-    owners = [*((products, name) for name in _PRODUCTS), *((convolutions, name) for name in _CONVOLUTIONS)]
-    values = iter(given)
-    torch.set_float32_matmul_precision(next(values))
-    torch.use_deterministic_algorithms(next(values))
-    for owner, name in owners:
-        value = next(values)
-        if value != asked(lambda owner=owner, name=name: getattr(owner, name)):
-            setattr(owner, name, value)
-    for older, newer in ((products, products), (convolutions, getattr(convolutions, "conv", None))):
-        value = next(values)
-        if value != _tf32(older, newer):
+    for name, value in wanted:
+        if value == dict(in_force())[name]:  # one may set another
+            continue
+        if name in _ATTRIBUTES:
+            setattr(*_ATTRIBUTES[name], value)
+        elif name in _TF32:
+            older, newer = _TF32[name]
             setattr(*((older, "allow_tf32") if isinstance(value, bool) else (newer, "fp32_precision")), value)
-    of_torch.allow_fp16_bf16_reduction_math_sdp(next(values))
-    for name in _ATTENTIONS:
-        getattr(of_torch, f"enable_{name}_sdp")(next(values))
-    if in_force() != given:
+        else:
+            _SETTERS[name](value)
+    if in_force() != wanted:
         raise ValueError("switches of torch are otherwise here")
 
 
@@ -74,11 +85,10 @@ def _tf32(older: Any, newer: Any) -> Any:
     return allowed if isinstance(allowed, bool) else asked(lambda: newer.fp32_precision)
 
 
-def attention() -> tuple:
+def attention() -> tuple[tuple[str, Any], ...]:
     """Those for attention, which are asked where a block is traced too."""
-    of_torch = torch.backends.cuda
     names = ("fp16_bf16_reduction_math_sdp_allowed", *(f"{name}_sdp_enabled" for name in _ATTENTIONS))
-    return tuple(asked(getattr(of_torch, name, None)) for name in names)
+    return tuple((name, asked(getattr(torch.backends.cuda, name, None))) for name in names)
 
 
 @functools.cache
@@ -91,11 +101,6 @@ def getters() -> dict[Callable[..., Any], str]:
         owners[of] = [name for name in names if "set_" not in name]
     found = {getattr(owner, name, None): name for owner, names in owners.items() for name in names}
     return {of: name for of, name in found.items() if isinstance(of, (BuiltinFunctionType, FunctionType))}
-
-
-def _is_fixed(getter: str) -> bool:
-    """Whether the getter answers how torch is built."""
-    return not getter.startswith("_") and getter not in _readers()
 
 
 @functools.cache
@@ -125,7 +130,9 @@ def as_constants(watched: Collection[str] | None = None) -> Iterator[None]:
     constants, allowed = (name.get(None) for name in (torch_internals.CONSTANTS, torch_internals.ALLOWED))
     new = [] if constants is None or allowed is None else [of for of in getters() if of not in constants]
     if watched is not None:
-        new = [of for of in new if _is_fixed(getters()[of]) or any(name in getters()[of] for name in watched)]
+        names = {of: getters()[of] for of in new}
+        of_builds = {of for of, name in names.items() if not name.startswith("_") and name not in _readers()}
+        new = [of for of in new if of in of_builds or any(name in names[of] for name in watched)]
     added = [getter for getter in new if id(getter) not in allowed]
     for getter in new:
         constants[getter] = None

@@ -45,6 +45,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors in the same memory."""
+    return tensor.untyped_storage()._cdata
+
+
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether the tensor is contiguous with channels last, and not contiguous otherwise."""
     last = CHANNELS_LAST.get(tensor.ndim)

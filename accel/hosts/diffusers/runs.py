@@ -73,7 +73,7 @@ class Run:
         surveys: of the model, from this run and others.
         """
         layers, found = self._placed.get(model, (None, None))
-        if layers is not None and (found is None or found.layout.is_current(model)):
+        if layers is not None and (found is None or found.layout.changed_part(model) is None):
             return layers
         layers, found, self._looks[model] = {}, None, self._looks[model] + 1
         reason = Reason("compiled_already") if is_compiled(model) else moved_in_parts(model)
