@@ -42,7 +42,8 @@ class AheadOfTime:
 
 def compile_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable) -> Any:
     """Torch's compiled function of these tensors, guarded by their sizes alone."""
-    options = {"guard_filter_fn": keep_size_guards}
+    # What a graph depends on besides sizes is in its key.
+    options = {"guard_filter_fn": lambda guards: [guard.guard_type == "SHAPE_ENV" for guard in guards]}
     with own_noise(), _sources_unread(), torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(function, fullgraph=True, backend=backend, options=options)
         return compiled.aot_compile((tuple(tensors), {}))
@@ -116,11 +117,6 @@ def random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
-
-
-def keep_size_guards(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch's guards to keep: what a graph depends on besides sizes is in its key."""
-    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
 def _in_process(backend: str | Callable) -> Callable:

@@ -34,7 +34,7 @@ from ..kernels.convolution import leave_to_library
 from ..modules.code_owner import owner_of
 from ..modules.stored_form import restored
 from ..signature import switches, tree_spec
-from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
+from ..signature.tensors import PLAIN_TENSORS, empty_dense_like, storage_of
 from .ahead_of_time import random_numbers_kept
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
@@ -115,13 +115,15 @@ def compile_block(
         artifact.release()
         file = os.path.basename(unread.co_filename)
         raise CompileFailed(Reason("code_unread", function=unread.co_name, file=file))
+    sizes = ((at, d, size) for at, weight in enumerate(weights) for d, size in enumerate(weight.shape))
+    of_weights = [item for item in sizes if item[:2] not in kind.varying]  # a host may have put others there since
     facts = Facts(
         static_ones=tuple((i + len(weights), d) for i, d in static_ones),
         weights=len(weights),
         changed=tuple(at - len(weights) for at in trace.changed) if trace.calls else tuple(range(len(inputs))),
         dynamic=call.any_size,
         values=call.values,
-        fixed=(*_sizes_of(weights, kind), *(item for item in fixed if item[0] >= len(weights))),
+        fixed=(*of_weights, *(item for item in fixed if item[0] >= len(weights))),
         grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, given)),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
@@ -358,14 +360,6 @@ class _TablesAsNumbers(TorchFunctionMode):
         return torch.tensor(tensor.tolist(), dtype=tensor.dtype) if is_table else tensor
 
 
-def _sizes_of(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[tuple[int, int, int]]:
-    """(weight, dimension, size) of what does not vary within the kind: a host may have put others there since."""
-    for index, weight in enumerate(weights):
-        for dimension, size in enumerate(weight.shape):
-            if (index, dimension) not in kind.varying:
-                yield index, dimension, size
-
-
 @contextmanager
 def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[list[torch.Tensor]]:
     """The weights, with an unfilled stand-in for each that shares memory with one before it, and for each whose sizes
@@ -376,7 +370,7 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[li
     examples, stand_ins, seen = list(weights), [], set()
     varying = {index for index, _ in kind.varying}
     for index, weight in enumerate(weights):
-        storage = weight.untyped_storage()._cdata
+        storage = storage_of(weight)
         if storage in seen or index in varying:
             examples[index] = torch.empty_strided(
                 weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device

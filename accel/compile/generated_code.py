@@ -6,14 +6,13 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from ..core.events import emit
 from ..core.torch_internals import (
     CODE_CACHE,
     GENERATED_CODE,
-    INPUT_ASSERTS,
     LOADED_CONSTANTS,
     LOADED_ENTRY,
     LOADED_KERNELS,
@@ -61,12 +60,6 @@ def own_settings() -> Iterator[None]:
         changed[STATIC_LAUNCH.name] = True
     with config.patch(changed):
         yield
-
-
-def inputs_unasserted() -> AbstractContextManager:
-    """A context in which inductor generates code that does not assert the layout of its inputs in each call: that was
-    asked before (`CompiledGraph.accepts`, `InlineCache.match`)."""
-    return INPUT_ASSERTS.replaced(lambda wrapper: None) if INPUT_ASSERTS.is_there else nullcontext()
 
 
 def all_modules() -> list[types.ModuleType]:

@@ -9,7 +9,7 @@ import functools
 import pickle
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,12 +62,13 @@ class Inductor(AheadOfTime):
 @contextmanager
 def code_generation(device: torch.device) -> Iterator[None]:
     """A context in which inductor makes code as the engine has it. device: that it runs on."""
+    asserts = torch_internals.INPUT_ASSERTS  # of inputs, which were asked before (`accepts`, `InlineCache.match`)
     with (
         generated_code.own_settings(),
         narrow_sizes(),
         rewritten_graphs(device.type),
         unknown_casts_left(device),
-        generated_code.inputs_unasserted(),
+        asserts.replaced(lambda wrapper: None) if asserts.is_there else nullcontext(),
         called_directly(),
     ):
         yield

@@ -70,10 +70,8 @@ def watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int] = 
         return out, None
     generated, given = calls[0]
     arguments, output = _arguments(given, tensors), _output(out, results[0], tensors, changed)
-    return out, None if None in (arguments, output) else _lean(run, generated, arguments, output, changed)
-
-
-def _lean(run: Run, generated: Callable, arguments: Callable, output: Callable, changed: Sequence[int]) -> Run:
+    if None in (arguments, output):
+        return out, None
     profiler, is_grad_enabled = torch.autograd.profiler, torch.is_grad_enabled
     increment_version = torch.autograd.graph.increment_version
 
@@ -84,7 +82,7 @@ def _lean(run: Run, generated: Callable, arguments: Callable, output: Callable, 
             increment_version([tensors[at] for at in changed])
         return output(generated(list(arguments(tensors))), tensors)  # in a list, which generated code empties
 
-    return lean
+    return out, lean
 
 
 def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callable | None:

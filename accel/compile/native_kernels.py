@@ -92,8 +92,13 @@ def with_built_kernels(source: str, module: types.ModuleType) -> str:
     lines = source.encode().splitlines(keepends=True)
     replaced = False
     for statement in reversed(ast.parse(source).body):
-        name = _kernel_name(statement)
-        library = _library_of(getattr(module, name, None)) if name else None
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="cpp_pybinding"))):
+                owner = getattr(getattr(module, name, None), "__self__", None)
+            case _:
+                continue
+        file = getattr(owner, "__file__", None)  # of the extension module that defines a built-in function
+        library = Path(file) if isinstance(owner, types.ModuleType) and file and Path(file).is_file() else None
         if library is None or library.suffix not in EXTENSION_SUFFIXES:
             continue
         packed = base64.b85encode(zlib.compress(library.read_bytes(), 9)).decode()
@@ -129,18 +134,3 @@ def without_compiler(source: str) -> str:
             elif imported == [_EXTERN] and are_torchs and not _OF_COMPILER.search(source):
                 lines[place] = [f"{_EXTERN} = torch\n".encode()]
     return b"".join(lines).decode()
-
-
-def _kernel_name(statement: ast.stmt) -> str | None:
-    """The name in `name = async_compile.cpp_pybinding(...)`; None for any other statement."""
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="cpp_pybinding"))):
-            return name
-    return None
-
-
-def _library_of(function: object) -> Path | None:
-    """The file of the extension module that defines a built-in function; None of any other object."""
-    owner = getattr(function, "__self__", None)
-    file = getattr(owner, "__file__", None)
-    return Path(file) if isinstance(owner, types.ModuleType) and file and Path(file).is_file() else None

@@ -13,7 +13,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ..core import torch_internals
 from ..fingerprint.kept_state import KeepsState, name_of
 from ..kernels.sizes import fix_sizes
-from ..signature.tensors import tensors_in
+from ..signature.tensors import storage_of, tensors_in
 
 _PLAIN = (bool, float, str, type(None), torch.dtype)
 _TENSOR = re.compile(r"L\['tensors'\]\[(\d+)\]")
@@ -74,11 +74,19 @@ class Trace:
         if current is None:
             return
         graph = current.output.graph
-        given = dict(_placeholders(graph))
+        given = {}
+        for node in graph.find_nodes(op="placeholder"):
+            found = _TENSOR.fullmatch(name_of(getattr(node.meta.get("grapharg"), "source", None)))
+            if found is not None:
+                given[int(found[1])] = node
         values = [node.meta["example_value"] for node in given.values()]
         nodes = list(itertools.chain.from_iterable(map(_written, graph.nodes)))
-        storages = {_storage(node.meta["example_value"]) for node in nodes if _is_tensor(node)}
-        changed = {node for node in graph.find_nodes(op="placeholder") if _is_changed(node, nodes, storages)}
+        storages = {storage_of(node.meta["example_value"]) for node in nodes if _is_tensor(node)}
+        changed = {
+            node
+            for node in filter(_is_tensor, graph.find_nodes(op="placeholder"))
+            if (value := node.meta["example_value"])._version or node in nodes or storage_of(value) in storages
+        }
         self.changed = tuple(at for at, node in given.items() if node in changed)
         for node in changed.difference(given.values()):
             raise KeepsState(str(node))
@@ -132,15 +140,12 @@ class Trace:
         if shape_env is None:
             return ()
 
-        def is_fixed(source: str) -> bool:
-            symbol = shape_env.source_to_var.get(source)
-            return symbol is not None and bool(shape_env.replace(symbol).is_number)
-
         return tuple(
             (index, dimension, size)
             for index, tensor in enumerate(tensors)
             for dimension, size in enumerate(tensor.shape)
-            if is_fixed(f"L['tensors'][{index}].size()[{dimension}]")
+            if (symbol := shape_env.source_to_var.get(f"L['tensors'][{index}].size()[{dimension}]")) is not None
+            and shape_env.replace(symbol).is_number
         )
 
 
@@ -165,21 +170,8 @@ def _value(node: ast.AST) -> Any:
     return _DOES[type(getattr(node, "op", node))](*values)
 
 
-def _placeholders(graph: torch.fx.Graph) -> Iterator[tuple[int, torch.fx.Node]]:
-    """(index among the function's tensors, node) of each that the graph takes so far."""
-    for node in graph.find_nodes(op="placeholder"):
-        found = _TENSOR.fullmatch(name_of(getattr(node.meta.get("grapharg"), "source", None)))
-        if found is not None:
-            yield int(found[1]), node
-
-
 def _is_tensor(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
-
-
-def _is_changed(node: torch.fx.Node, written: Collection[torch.fx.Node], storages: Collection[int]) -> bool:
-    value = node.meta.get("example_value")
-    return _is_tensor(node) and (bool(value._version) or node in written or _storage(value) in storages)
 
 
 def _written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -226,7 +218,3 @@ class _Recorder(TorchFunctionMode):
             return out
         self._note(getattr(function, "__name__", repr(function)), args, kwargs or {}, out)
         return out
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

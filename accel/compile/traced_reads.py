@@ -58,7 +58,10 @@ def refuse_unwatched(code: ReadCode, weights: int) -> None:
     trace, names = torch_internals.CURRENT_TRACE.get()(), torch_internals.SOURCE_NAMES.get(dict)()
     if trace is None or not names:
         return
-    scope = {name: _reloaded(value) for name, value in trace.output.global_scope.items()}
+    scope = {  # with the modules that are loaded by their names now: torch imports each once in a process
+        name: sys.modules.get(value.__name__, value) if isinstance(value, types.ModuleType) else value
+        for name, value in trace.output.global_scope.items()
+    }
     reads = _Reads(code, weights, {**names, "G": scope, "L": trace.output.local_scope})
     for guard in trace.output.guards:
         file = guard.user_stack[-1].filename if guard.user_stack else ""
@@ -143,7 +146,8 @@ class _Reads:
                 if not isinstance(value, types.ModuleType):
                     self._trusted.add(source)
                 return True
-            return self._is_module_watched(holder, name, value, reader)
+            is_constant = of_library(holder.__name__) and (reader == _PROGRAM or isinstance(value, _CONSTANT))
+            return is_constant or name == "__name__" or self._notes.has(vars(holder), name)
         if type(base).__name__ == "TypeDictSource":
             return self._is_class_watched(self._value_of(base.base), name)
         if isinstance(holder, (dict, list, set)):  # packages fill their tables as they are imported
@@ -157,10 +161,6 @@ class _Reads:
             return False
         return self._notes.has(state, name) or (name not in state and self._is_class_watched(type(holder), name))
 
-    def _is_module_watched(self, module: types.ModuleType, name: str, value: Any, reader: str) -> bool:
-        is_constant = of_library(module.__name__) and (reader == _PROGRAM or isinstance(value, _CONSTANT))
-        return is_constant or name == "__name__" or self._notes.has(vars(module), name)
-
     def _is_class_watched(self, cls: type, name: str) -> bool:
         """Whether the class has the attribute as its own, and it is watched or a library's."""
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)
@@ -173,11 +173,6 @@ class _Reads:
             return source.get_value(self._scope, {}, self._values)
         except Exception:  # of a property of others, of any type
             return _MISSING
-
-
-def _reloaded(value: Any) -> Any:
-    """The module that is now loaded by the name of this one: torch imports each name once in a process."""
-    return sys.modules.get(value.__name__, value) if isinstance(value, types.ModuleType) else value
 
 
 def _root_of(source: Any) -> str:

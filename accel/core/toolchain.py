@@ -44,7 +44,9 @@ def lacking(device: str) -> Reason | None:
     """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
     if device == "cpu" and cpp_compiler() is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         name = _cpp_compiler_name() or "compiler in CXX, which is empty"
-        return Reason("no_cpp_compiler", name=name, command=_install_cpp())
+        on_linux = "dnf install gcc-c++" if shutil.which("dnf") else "apt-get install g++"
+        commands = {"win32": _WINDOWS_CPP, "darwin": "xcode-select --install"}
+        return Reason("no_cpp_compiler", name=name, command=commands.get(sys.platform, on_linux))
     if device not in ("cuda", "xpu"):
         return None
     if importlib.util.find_spec("triton") is None:
@@ -70,11 +72,6 @@ def cpp_compiler() -> str | None:
 def _cpp_compiler_name() -> str:
     # As torch has it: one name, with its spaces.
     return os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))
-
-
-def _install_cpp() -> str:
-    on_linux = "dnf install gcc-c++" if shutil.which("dnf") else "apt-get install g++"
-    return {"win32": _WINDOWS_CPP, "darwin": "xcode-select --install"}.get(sys.platform, on_linux)
 
 
 def _install_triton() -> str:

@@ -2,8 +2,7 @@
 
 At each call: `CaptureHost.why_not`, `of_device` and `of_weights`; at the first of its kind `of_arguments` before them.
 At the first call of a run, and where the model seems to have changed: `of_model`. After the second call of its kind:
-`of_warm_call`. In a repetition of that call, at each operator: `DryRun`. The third call is captured
-(`ModelCapture._capturable` asks; what is kept and what memory allows is there and in `pool.py`).
+`of_warm_call`. In a repetition of that call, at each operator: `DryRun`. The third call is captured.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..core.reasons import Reason, not_in_this_mode
 from ..modules.snapshot import WeightSnapshot
 from ..modules.substitution import StandIn, has_foreign_forward
 from ..modules.wrapped_forward import is_replaced
-from ..signature.tensors import PLAIN_TENSORS, tensors_in
+from ..signature.tensors import PLAIN_TENSORS, storage_of, tensors_in
 
 
 class CaptureFailed(CompileFailed):
@@ -63,18 +62,14 @@ def of_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reas
         return Reason("hooks_everywhere")
     for path, module in model.named_modules():
         has_hooks = module._forward_hooks or module._forward_pre_hooks
-        if has_hooks or has_foreign_forward(module) or is_replaced(type(module)) or _hides_a_method(module):
+        own = [name for name, value in vars(module).items() if callable(value) and not isinstance(value, StandIn)]
+        hides_a_method = any(callable(getattr(type(module), name, None)) for name in own)
+        if has_hooks or has_foreign_forward(module) or is_replaced(type(module)) or hides_a_method:
             return Reason("code_replaced", where=f"{type(module).__name__} {path}".rstrip())
         reason = of_module(module)
         if reason is not None:
             return reason
     return None
-
-
-def _hides_a_method(module: torch.nn.Module) -> bool:
-    """Whether an attribute of the module hides a method of its class."""
-    own = [name for name, value in vars(module).items() if callable(value) and not isinstance(value, StandIn)]
-    return any(callable(getattr(type(module), name, None)) for name in own)
 
 
 def of_weights(weights: WeightSnapshot, device: torch.device) -> Reason | None:
@@ -116,7 +111,7 @@ class DryRun(TorchDispatchMode):
 
     def __init__(self, own: Iterable[torch.Tensor], device: torch.device):
         super().__init__()
-        self._own = {_storage(tensor) for tensor in own}
+        self._own = {storage_of(tensor) for tensor in own}
         self._made: set[int] = set()
         self._device = device
         self._random = random.getstate()
@@ -138,7 +133,7 @@ class DryRun(TorchDispatchMode):
         self.reason = self._after(func, args, kwargs, made)
         if self.reason is not None:
             raise Ended
-        self._made.update({_storage(tensor) for tensor in made} - self._own)
+        self._made.update({storage_of(tensor) for tensor in made} - self._own)
         return out
 
     def _before(self, func: Any, args: tuple, kwargs: dict) -> Reason | None:
@@ -152,9 +147,9 @@ class DryRun(TorchDispatchMode):
             # index is one too where the device is the CPU.
             is_copied = args[0].device == self._device and (args[0].ndim or self._device.type != "cpu")
             return Reason("host_values", operator=str(func)) if is_copied else None
-        read = {_storage(tensor) for tensor in tensors_in((args, kwargs)) if tensor.numel()}
+        read = {storage_of(tensor) for tensor in tensors_in((args, kwargs)) if tensor.numel()}
         written = {
-            _storage(tensor)
+            storage_of(tensor)
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tensors_in(value)
@@ -186,7 +181,3 @@ def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:
 
 def _on_devices(devices: Iterable[torch.device]) -> Reason:
     return Reason("tensors_on_devices", devices=", ".join(sorted(map(str, devices))))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -4,8 +4,7 @@ A captured graph reads and writes fixed addresses. Whoever replays it copies the
 capture, takes the outputs away before anything else is replayed, and answers for the addresses of the weights.
 
 Follows torch's notes on CUDA semantics ("CUDA Graphs", "Graph memory management"), its `make_graphed_callables`, and
-`torch/_inductor/cudagraph_trees.py`, `CUDAGraphNode._record`. Tests without a GPU cover what surrounds this class, not
-the class itself.
+`torch/_inductor/cudagraph_trees.py`, `CUDAGraphNode._record`.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class CudaCapturer:
         pool.release()
         try:
             _require_memory(device)
-            with torch.cuda.device(device), _own_random_state(device), _no_workspaces():
+            with torch.cuda.device(device), _apart_from_others(device):
                 # `torch.cuda.graph` does this at its start; done before, the difference in memory is the graph's.
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
@@ -242,33 +241,24 @@ def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _own_random_state(device: torch.device) -> Iterator[None]:
-    """Leaves the device's random numbers as they were.
+def _apart_from_others(device: torch.device) -> Iterator[None]:
+    """Leaves the device's random numbers and cuBLAS's workspaces as others have them.
 
     A capture registers itself with the state of the default generator. One that cannot be ended leaves that state
     unusable outside captures for good (torch 2.11), with tensors of the mode that the capture began in.
+
+    CuBLAS keeps a workspace for each stream, and a graph would have the address of one that anybody may free, as
+    inductor's graphs do. So a graph's own are allocated in its pool during the capture, and returned to it at the end.
     """
-    generator = torch.cuda.default_generators[device.index]
+    generator, clear_workspaces = torch.cuda.default_generators[device.index], torch_internals.CLEAR_WORKSPACES.get()
     kept = generator.graphsafe_get_state()
     generator.graphsafe_set_state(generator.clone_state())
     try:
+        clear_workspaces()
         yield
     finally:
         generator.graphsafe_set_state(kept)
-
-
-@contextmanager
-def _no_workspaces() -> Iterator[None]:
-    """Makes cuBLAS allocate its workspaces anew inside.
-
-    It keeps one for each stream, and a graph would have the address of one that anybody may free (inductor's CUDA
-    graphs do). So a graph's workspaces are allocated in its pool during the capture, and returned to it at the end.
-    """
-    torch_internals.CLEAR_WORKSPACES.get()()
-    try:
-        yield
-    finally:
-        torch_internals.CLEAR_WORKSPACES.get()()
+        clear_workspaces()
 
 
 def _require_memory(device: torch.device) -> None:

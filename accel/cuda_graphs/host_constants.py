@@ -37,7 +37,13 @@ class HostConstants(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._device.type != "cpu" and self._is_on_device(args, kwargs):
+        named = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
+        is_on_device = (  # the result, as far as that shows before
+            named[0].type == self._device.type
+            if named
+            else any(tensor.device == self._device for tensor in tensors_in((args, kwargs)))
+        )
+        if self._device.type != "cpu" and is_on_device:
             args = self._there(args, func)
             kwargs = {name: self._there(value, func) for name, value in kwargs.items()}
             out = func(*args, **kwargs)
@@ -45,27 +51,19 @@ class HostConstants(TorchDispatchMode):
             return out.clone() if out is args[0] and _plain_name(func) == _TO else out
         return func(*args, **kwargs)
 
-    def _is_on_device(self, args: tuple, kwargs: dict) -> bool:
-        """Whether the operator's result is on the device, as far as that shows before."""
-        named = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
-        if named:
-            return named[0].type == self._device.type
-        return any(tensor.device == self._device for tensor in tensors_in((args, kwargs)))
-
     def _there(self, value: Any, func: Any) -> Any:
         if type(value) in (tuple, list):
             return type(value)(self._there(part, func) for part in value)
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.numel():
             return value
-        return self._copy_of(value, func) if value.ndim or _plain_name(func) in _MOVES else value
-
-    def _copy_of(self, tensor: torch.Tensor, func: Any) -> torch.Tensor:
+        if not value.ndim and _plain_name(func) not in _MOVES:
+            return value
         for known, copy in self._copies:
-            if known.dtype == tensor.dtype and torch.equal(known, tensor):
+            if known.dtype == value.dtype and torch.equal(known, value):
                 return copy
         if self.is_complete:
             raise CaptureFailed(Reason("host_values", operator=str(func)))
-        self._copies.append((tensor.clone(), tensor.to(self._device)))
+        self._copies.append((value.clone(), value.to(self._device)))
         return self._copies[-1][1]
 
 

@@ -139,7 +139,8 @@ class ModelCapture:
         Raises RunEagerly and UnsupportedArgument: why it may not.
         """
         _require(self._off or self._host.why_not())
-        variant, inputs = self._variant_of(args, kwargs)
+        found = None if torch.is_grad_enabled() else self._calls.match(args, kwargs)
+        variant, inputs = found or self._describe(args, kwargs)
         _require(self._pool.capturer.why_not(variant.device))
         key = variant.key(self._model, self._facts)
         entry = self._cache.get(key, self._lease)
@@ -160,11 +161,8 @@ class ModelCapture:
         _require(of_weights(self._guard.weights, variant.device))
         return Call(key, inputs, variant.device)
 
-    def _variant_of(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
-        """The variant of the call, and its tensors."""
-        found = None if torch.is_grad_enabled() else self._calls.match(args, kwargs)
-        if found is not None:
-            return found
+    def _describe(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
+        """The variant of a call that is like no other, and its tensors."""
         inputs: list[torch.Tensor] = []
         spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
         _require(of_arguments(inputs))

@@ -227,6 +227,5 @@ class CapturePool:
 
 
 def _release(call: weakref.ref[CapturedCall]) -> None:
-    released = call()
-    if released is not None:
+    if (released := call()) is not None:
         released.release()

@@ -77,8 +77,7 @@ class CallTimes:
 
     @property
     def next_is_bare(self) -> bool:
-        """Whether the next timed call is made without stand-ins."""
-        # Not simply by turns: else every other call of a kind would count one way.
+        """Whether the next timed call is made without stand-ins; not by turns, as every other call of a kind would."""
         return sum(map(len, self._seconds.values())) % 4 in (1, 2)
 
     def add(self, call: CallTime, is_bare: bool) -> None:

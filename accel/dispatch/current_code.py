@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,17 +24,6 @@ from ..modules.wrapped_forward import is_replaced
 
 MOST_SURVEYS = 16
 """Surveys kept for one model in one run. Code that changes more often than that runs eagerly."""
-
-
-class InPlace(Protocol):
-    """What stands in for a block throughout a run.
-
-    code: asked before each call of the block. instead: what runs the block under code that its own region was not
-        surveyed with, or why it runs eagerly there; None under its own.
-    """
-
-    code: CurrentCode | None
-    instead: Layer | Reason | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +58,7 @@ class CurrentCode:
         self._first = _Known(first, {})
         self._known = [self._first]
         self._now: _Known | None = self._first
-        self._placed: list[tuple[Region, InPlace]] = []
+        self._placed: list[tuple[Region, Any]] = []
         around, blocks = first.around, {region.block for region in first.regions}
         self._around = [part.__dict__ for part in around]
         self._classes = {type(part) for part in (model, *around)}
@@ -84,8 +73,8 @@ class CurrentCode:
         self.is_due = True
         """Whether code is compared before the next block, whichever it is."""
 
-    def place(self, region: Region, runner: InPlace) -> None:
-        """The runner stands in for the block throughout the run."""
+    def place(self, region: Region, runner: Any) -> None:
+        """The runner (`BlockRunner`) stands in for the block throughout the run."""
         runner.code = self
         self._placed.append((region, runner))
 
@@ -171,10 +160,19 @@ class CurrentCode:
         survey = self._looked()
         if survey is None:
             return None
-        known = self._surveyed(survey)
-        self._known.append(known)
+        blocks: dict[torch.nn.Module, Layer | Reason] = {}
+        reasons, found = dict(survey.left_eager), {region.path: region for region in survey.regions}
+        for region, _ in self._placed:
+            if region.path in reasons:
+                blocks[region.block] = reasons[region.path]
+            elif region.path in found:
+                try:
+                    blocks[region.block] = self._make(found[region.path], survey)
+                except RunEagerly as refusal:
+                    blocks[region.block] = refusal.reason
+        self._known.append(_Known(survey, blocks))
         _tell(type(self._model).__name__)
-        return known
+        return self._known[-1]
 
     def _put(self, known: _Known | None, otherwise: Reason) -> None:
         """Have the blocks run under this survey; otherwise: why those run eagerly that it has nothing for."""
@@ -193,20 +191,6 @@ class CurrentCode:
             pass_on(error, self._interrupts)
             log.debug("the model as it is during a call was not analysed: %s: %s", type(error).__name__, error)
             return None
-
-    def _surveyed(self, survey: Survey) -> _Known:
-        """The survey with what runs the blocks under it."""
-        blocks: dict[torch.nn.Module, Layer | Reason] = {}
-        reasons, found = dict(survey.left_eager), {region.path: region for region in survey.regions}
-        for region, _ in self._placed:
-            if region.path in reasons:
-                blocks[region.block] = reasons[region.path]
-            elif region.path in found:
-                try:
-                    blocks[region.block] = self._make(found[region.path], survey)
-                except RunEagerly as refusal:
-                    blocks[region.block] = refusal.reason
-        return _Known(survey, blocks)
 
 
 @functools.cache

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from ..core.errors import one_line
 from ..core.reasons import Reason, RunEagerly
+from ..fingerprint.code_facts import facts_of
 from ..fingerprint.plain_values import is_plain_object
 from ..modules import wrapped_layers
 from ..modules.opaque_layers import OpaqueLayer
@@ -51,25 +51,24 @@ class AddedWeights:
         """
         children = [modules.get(name) for _, modules, name in self._places]
         if children != self._children:
-            self._find_wrappers(children)
+            wrapped: dict[torch.nn.Module, torch.nn.Module] = {}
+            self._refusal = self._why_not(children, wrapped)
+            self._readers = [
+                (*self._indices[layer], self._wraps.reader(wrapper, layer))
+                for layer, wrapper in wrapped.items()
+                if self._refusal is None and not isinstance(layer, OpaqueLayer)  # called with what is around it
+            ]
+            self._children = children
         if self._refusal is not None:
             raise RunEagerly(self._refusal)
         if not self._readers:
             return ()
         added = [(weight, bias, items) for weight, bias, read in self._readers if (items := read())]
-        if torch.is_grad_enabled() and any(_wants_gradients(item) for _, _, items in added for item in items):
-            raise RunEagerly(Reason("gradients"))
+        if torch.is_grad_enabled():
+            values = (value for _, _, items in added for item in items for value in item)
+            if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+                raise RunEagerly(Reason("gradients"))
         return added
-
-    def _find_wrappers(self, children: list[torch.nn.Module | None]) -> None:
-        self._children, self._readers = children, []
-        wrapped: dict[torch.nn.Module, torch.nn.Module] = {}
-        self._refusal = self._why_not(children, wrapped)
-        if self._refusal is None:
-            for layer, wrapper in wrapped.items():
-                if isinstance(layer, OpaqueLayer):  # called with what is around it
-                    continue
-                self._readers.append((*self._indices[layer], self._wraps.reader(wrapper, layer)))
 
     def _why_not(
         self, children: Sequence[torch.nn.Module | None], wrapped: dict[torch.nn.Module, torch.nn.Module]
@@ -139,19 +138,9 @@ def _plus(weight: torch.Tensor, item: LowRank) -> torch.Tensor:
     return plus
 
 
-def _wants_gradients(item: LowRank) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in item)
-
-
 def _may_read_weights(parent: torch.nn.Module) -> bool:
     """Whether the code that calls a module's children may read their weights itself, and so miss what is added."""
     objects = (value for value in vars(parent).values() if is_plain_object(value) and callable(value))
-    called = [type(parent).forward, *(type(value).__call__ for value in objects)]
-    return any(not {"weight", "bias"}.isdisjoint(_names(inspect.unwrap(function))) for function in called)
-
-
-def _names(function: Any) -> Iterator[str]:
-    codes = [function.__code__] if isinstance(function, types.FunctionType) else []
-    for code in codes:
-        yield from code.co_names
-        codes.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    called = map(inspect.unwrap, (type(parent).forward, *(type(value).__call__ for value in objects)))
+    codes = [function.__code__ for function in called if isinstance(function, types.FunctionType)]
+    return any(not facts_of(code).names.isdisjoint(("weight", "bias")) for code in codes)

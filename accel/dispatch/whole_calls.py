@@ -1,12 +1,10 @@
 """Which blocks of a model have their stand-ins in place in a call: none that would only let the block's call pass by.
 
-To find out that a graph is left aside takes Python longer than many a kernel takes the device. So calls of one size are
-looked at until nothing more is compared in them. From then on they are made without the stand-ins of blocks that ran
-uncompiled, in later runs too, until the code changes or a graph leaves the cache.
+Calls of one size are looked at until nothing more is compared in them. From then on they are made without the stand-ins
+of blocks that ran uncompiled, in later runs too, until the code changes or a graph leaves the cache.
 
-Blocks are timed one by one, again and again. In a step, whose code does not fit the processor's caches, Python takes
-longer, and blocks that are faster may make a step that is slower. So where graphs are timed and the device waits for
-Python, whole calls are timed too, with stand-ins and without by turns.
+In a step, whose code does not fit the processor's caches, Python takes longer than in a block that is timed alone. So
+where graphs are timed and the device waits for Python, whole calls are timed too, with stand-ins and without by turns.
 """
 
 from __future__ import annotations
@@ -98,7 +96,8 @@ class WholeCalls:
         """What is in place in the next call, and seconds to pause before it is timed; None where it is not."""
         times, left, pause = known.times, known.left, None
         is_bare = not times.is_due and times.verdict is not None
-        if left is not None and self._settings.measured and _is_timeable(device):
+        is_on_card = device is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        if left is not None and self._settings.measured and is_on_card:
             if times.is_due and len(left) < len(known.called):
                 is_bare, pause = times.next_is_bare, 0.0
             elif self.unspared is not None and times.spared is None:
@@ -108,7 +107,7 @@ class WholeCalls:
     def _learn(self, known: _Known, used: _InPlace, time: CallTime | None) -> None:
         """What a call says of others like it. time: of the call, where it was timed."""
         if used is self._all:
-            known.look(self._left(), self._called())
+            known.left, known.called, known.looks = self._left(), self._called(), known.looks + 1
         elif time is not None:
             expected = used.ends | (known.called - used.left.keys())
             if used.asked | self._called() != expected or self._left() not in (None, {}):
@@ -128,7 +127,8 @@ class WholeCalls:
         known = of_model.setdefault((self._cache, self._settings, *map(_sizes, given)), _Known())
         if known not in self._met:
             self._met.add(known)
-            known.begin_run()
+            if known.left and None in known.left.values():  # which may be otherwise in this run
+                known.left = None
         if known.generation != self._cache.generation:
             known.left, known.generation = None, self._cache.generation
         return known
@@ -168,13 +168,6 @@ class _Known:
         self.looks, self.generation = 0, 0
         self.times = CallTimes()
 
-    def look(self, left: dict[torch.nn.Module, Reason | None] | None, called: set[torch.nn.Module]) -> None:
-        self.left, self.called, self.looks = left, called, self.looks + 1
-
-    def begin_run(self) -> None:
-        if self.left and None in self.left.values():  # which may be otherwise in this run
-            self.left = None
-
 
 class _InPlace:
     """What is in place in calls.
@@ -205,7 +198,3 @@ def _sizes(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     return tuple(map(_sizes, value)) if isinstance(value, (list, tuple)) else value is None
-
-
-def _is_timeable(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()

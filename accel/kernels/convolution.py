@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,10 +75,6 @@ def _over_operator(cls: type) -> type:
     return type(cls.__name__, (cls, operator), {"__module__": cls.__module__})
 
 
-def _calls_cudnn(function: Callable) -> bool:
-    return "cudnn_convolution" in getattr(getattr(function, "__code__", None), "co_names", ())
-
-
 def _is_torchs_own(cls: type) -> bool:
     """Whether nobody has put something else in place of what this class of convolutions runs."""
     method = vars(cls)["_conv_forward"]
@@ -125,5 +121,6 @@ def leave_to_library(template: torch.nn.Module) -> None:
             if all(type(module)._conv_forward is not cls._conv_forward for cls in _CONVOLUTIONS):
                 module.__class__ = cls = _over_operator(type(module))
                 # What it makes of the weight or of its input belongs to what the block computes.
-                forward = _conv_forward_with if _calls_cudnn(cls._conv_forward) else cls._conv_forward
+                names = getattr(getattr(cls._conv_forward, "__code__", None), "co_names", ())
+                forward = _conv_forward_with if "cudnn_convolution" in names else cls._conv_forward
             module._conv_forward = types.MethodType(forward, module)

@@ -74,17 +74,17 @@ def _order_queries(graph: Graph, node: Node) -> None:
     value = _value(queries)
     if value is None or value.ndim != 4 or value.device.type != DEVICE or not value.is_contiguous():
         return
-    if len(queries.users) > 1 or not all(map(_swaps_heads_and_tokens, node.users)):
+    is_swapped = all(
+        user.op == "call_method" and user.target == "transpose" and user.args[1:] in ((1, 2), (2, 1))
+        for user in node.users
+    )
+    if len(queries.users) > 1 or not is_swapped:
         return
     with graph.inserting_before(node):
         for method, sizes in (("transpose", (1, 2)), ("contiguous", ()), ("transpose", (1, 2))):
             queries, value = graph.call_method(method, (queries, *sizes)), getattr(value, method)(*sizes)
             queries.meta["example_value"] = value
     node.update_arg(0, queries)
-
-
-def _swaps_heads_and_tokens(node: Node) -> bool:
-    return node.op == "call_method" and node.target == "transpose" and node.args[1:] in ((1, 2), (2, 1))
 
 
 @dataclass

@@ -11,7 +11,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -51,22 +51,17 @@ def narrow_sizes() -> Iterator[None]:
     finish = kernel.codegen_kernel
 
     def narrowed(self: Any, name: str | None = None) -> str:
-        with _typed(_narrow(self)):
+        narrow, original = _narrow(self), torch_internals.KERNEL_SIGNATURE.get()
+
+        def typed(*args: Any, **kwargs: Any) -> dict[str, str]:
+            types = original(*args, **kwargs)
+            return {name: "i32" if name in narrow and of == "i64" else of for name, of in types.items()}
+
+        with torch_internals.KERNEL_SIGNATURE.replaced(typed):
             return finish(self, name)
 
     with patch.object(kernel, "codegen_kernel", narrowed):
         yield
-
-
-def _typed(narrow: frozenset[str]) -> AbstractContextManager[Any]:
-    """A context in which the kernel being finished takes these arguments as 32 bits."""
-    original = torch_internals.KERNEL_SIGNATURE.get()
-
-    def typed(*args: Any, **kwargs: Any) -> dict[str, str]:
-        types = original(*args, **kwargs)
-        return {name: "i32" if name in narrow and of == "i64" else of for name, of in types.items()}
-
-    return torch_internals.KERNEL_SIGNATURE.replaced(typed)
 
 
 def _narrow(kernel: Any) -> frozenset[str]:
@@ -174,13 +169,11 @@ def _multiplies(node: ast.AST, in_address: bool) -> bool:
     match node:
         case ast.Call(func=ast.Attribute(attr="load" | "store"), args=[address, *rest], keywords=keywords):
             return _multiplies(address, True) or any(_multiplies(part, False) for part in (*rest, *keywords))
-        case ast.BinOp(op=ast.Mult() | ast.Pow()) if not in_address and _has_size(node):
+        case ast.BinOp(op=ast.Mult() | ast.Pow()) if not in_address and any(
+            isinstance(part, ast.Name) and part.id.startswith(_PREFIX) for part in ast.walk(node)
+        ):
             return True
         case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult()):
             return _multiplies(node.left, in_address) or _multiplies(node.right, in_address)
         case _:
             return any(_multiplies(part, False) for part in ast.iter_child_nodes(node))
-
-
-def _has_size(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Name) and part.id.startswith(_PREFIX) for part in ast.walk(node))

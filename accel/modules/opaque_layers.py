@@ -64,19 +64,13 @@ def begin(block: torch.nn.Module) -> None:
     _called.block = weakref.ref(block)
 
 
-def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
-    """Whether the forward and the hooks on the part are from the package that its block's class is from."""
-    forward = foreign_forward(part)
-    found = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *([] if forward is None else [forward])]
-    package = package_of(type(block).__module__)
-    return all(package_of(home_of(function)) == package for function in found)
-
-
 def _part(path: str) -> Callee:
     """The part at this path in the block that this thread calls."""
     block = _called.block
     part = block().get_submodule(path)
-    is_others = runs_others_code(part) and not _is_of_package(part, block())
+    code = [foreign_forward(part), *part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    packages = {package_of(home_of(function)) for function in code if function is not None}
+    is_others = not packages <= {package_of(type(block()).__module__)}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Those of the graph, not of a host's dicts: hosts run in inference mode, whose tensors count no changes.

@@ -1,12 +1,10 @@
 """How a weight is stored: a tensor of a class of its own, such as a quantised one, as plain tensors and back.
 
-Graphs take plain tensors alone. A weight of such a class gives the tensors in it to the graph, and the graph's code
-puts the class around them again. So torch never sees the weight itself: it would unpack it at every call, and keep weak
-references to it, with which `Module.to` fails for weights of such a class.
+A weight of such a class gives the tensors in it to the graph, whose code puts the class around them again. So torch
+never sees the weight itself: it would unpack it at every call, and keep weak references, with which `Module.to` fails.
 
 Such a class tells what it is made of (torch's `__tensor_flatten__`), or its tensors are plain data with attributes that
-say how the data is to be read. Inside a graph no tensor can be of such a class; one of a class derived
-from it stands for it, with the same methods and attributes (`_Standing`).
+say how it is to be read. For these, one of a class derived from theirs stands inside a graph (`PlainTensorView`).
 
 An attribute may also say what is added to the weight at each use, as a LoRA. Where a host can read it (`Adds`), graphs
 take what is added as two more tensors of any rank: neither strength nor number of LoRAs is compiled in.
@@ -194,7 +192,16 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], w
     if type(weight) is not form.cls:
         raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
     if is_data(form.cls):
-        _take_data(weight, form, tensors, with_factors)
+        try:
+            attributes, added = _attributes(weight)
+        except Opaque as why:
+            raise RunEagerly(Reason("indescribable", what=f"a weight is stored as a {why}")) from None
+        if attributes != form.context or added != form.added:
+            raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors.append(weight.data)
+        if added is not None and with_factors:
+            tensors.extend(ADDS[added].low_rank(vars(weight)[added], weight))
         return
     names, context = weight.__tensor_flatten__()
     if len(names) != len(form.parts) or context != form.context:
@@ -205,23 +212,6 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], w
             tensors.append(part)
         else:
             _take(part, inner, tensors, with_factors)
-
-
-def _take_data(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], with_factors: bool) -> None:
-    try:
-        attributes, added = _attributes(weight)
-        if attributes != form.context or added != form.added:
-            raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
-        tensors.append(_data(weight))
-        if added is not None and with_factors:
-            tensors.extend(ADDS[added].low_rank(vars(weight)[added], weight))
-    except Opaque as why:
-        raise RunEagerly(Reason("indescribable", what=f"a weight is stored as a {why}")) from None
-
-
-def _data(weight: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return weight.data
 
 
 def restored(forms: Forms, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -250,7 +240,7 @@ def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int)
     return form.cls.__tensor_unflatten__(inner, form.context, form.shape, form.stride), at
 
 
-class _Standing:
+class PlainTensorView:
     """Inside a graph: a tensor of a class derived from a weight's, around its data.
 
     Operators run on the data. As in eager mode, functions of torch give tensors of the class for such ones.
@@ -279,11 +269,11 @@ class _Standing:
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(_Standing, lambda tensor: tensor._inside, (args, kwargs or {}))
+        args, kwargs = tree_map_only(PlainTensorView, lambda tensor: tensor._inside, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 @functools.cache
 def _standing(cls: type[torch.Tensor]) -> type:
     # A slot, because the class's own code may copy all attributes from one tensor to another.
-    return type(cls.__name__, (_Standing, cls), {"__module__": cls.__module__, "__slots__": ("_inside",)})
+    return type(cls.__name__, (PlainTensorView, cls), {"__module__": cls.__module__, "__slots__": ("_inside",)})

@@ -1,8 +1,7 @@
 """Stand-ins for the forwards of modules, for the duration of one model call.
 
-Compiling and DeepCache both change how a block behaves during a call. Each puts a *layer* in front of
-the block's own forward. Layers stack in a fixed order, whatever the order in which they were entered, so
-the two compose; leaving the context restores the module exactly.
+Compiling and capturing put *layers* in front of a module's own forward. These stack in a fixed order, whatever the
+order in which they were entered; leaving the context restores the module exactly.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class Substitution:
         made: dict[int, tuple[StandIn, Forward]] = {}
         try:
             with _changing:
-                ready, self._ready = self._ready or self._stand_ins(), []
+                ready, self._ready = self._ready or [self._stand_in(*item) for item in self._layers], []
                 # Between two calls of a model this memory gets cold, so each module's is read once, and by no loop of
                 # Python's.
                 there = list(map(dict.setdefault, self._places, _FORWARD, ready))
@@ -200,11 +199,9 @@ class Substitution:
                     self._take_back(there, ready, made)
                 self._ready = ready
 
-    def _stand_ins(self) -> list[StandIn]:
-        return [
-            StandIn.of(types.MethodType(_own_forward, module), False, (_Item(self._order, self._thread, layer),))
-            for module, layer in self._layers
-        ]
+    def _stand_in(self, module: torch.nn.Module, layer: Layer) -> StandIn:
+        own = types.MethodType(_own_forward, module)
+        return StandIn.of(own, False, (_Item(self._order, self._thread, layer),))
 
     def _take_back(
         self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[StandIn, Forward]]

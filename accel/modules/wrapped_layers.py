@@ -1,9 +1,8 @@
 """A view of a block without the wrappers that change what its layers compute.
 
-A LoRA around a linear layer adds a product of two small matrices to the output, which equals adding it to
-the weight. So a block is surveyed, copied and compiled without its wrappers, and one graph serves it bare
-and wrapped, at any strength; what the wrappers add goes into the weights of each call
-(see `lora` of dispatch). Without a `Wraps`, modules are seen as they are.
+A LoRA around a linear layer adds a product of two small matrices to the output, which equals adding it to the weight.
+So a block is surveyed, copied and compiled without its wrappers, and one graph serves it bare and wrapped, at any
+strength; what the wrappers add goes into the weights of each call (`dispatch/lora.py`).
 """
 
 from __future__ import annotations

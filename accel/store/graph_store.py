@@ -133,7 +133,9 @@ class GraphStore:
     def _candidates(self, digest: str, here: dict[str, str], name: str, interrupts) -> Iterator[Saved]:
         opened, failed = 0, False
         why = BadEntry(NOTHING_SAVED)
-        for stem in self._stems(digest):
+        files = [file for file in self._folder.files(digest) if file.name.endswith(GRAPH)]
+        for file in sorted(files, key=lambda file: -file.used):
+            stem = file.name.removesuffix(GRAPH)
             if opened >= _MOST_OPENED or self._loading.is_open:
                 break
             if stem in self._distrusted:
@@ -248,11 +250,6 @@ class GraphStore:
                 self._note(name, f"{failed}: {error}", logging.WARNING)
             else:  # any version of torch may have changed something of what the environment asks it
                 self._note(name, f"{failed}: {type(error).__name__}: {error}", logging.WARNING)
-
-    def _stems(self, digest: str) -> list[str]:
-        """The names of a key's graphs, most recently used first."""
-        found = [file for file in self._folder.files(digest) if file.name.endswith(GRAPH)]
-        return [file.name.removesuffix(GRAPH) for file in sorted(found, key=lambda file: -file.used)]
 
     def _note_loaded(self, stem: str) -> None:
         with self._lock:
