@@ -89,22 +89,39 @@ class GraphCache:
             NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
                 passes through, and nothing is kept.
         """
-        entry = self._enter(key, name, lease, is_capture=action == "capture")
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self._require_room(key, lease)
+                entry = self._entries[key] = Entry(key, name, is_capture=action == "capture")
+                self._shrink(self._in_use() | {key})
+            self._touch(key)
+            if lease is not None:
+                lease.add(entry)
         with entry.busy:
             for graph in tuple(entry.graphs):
                 if fits(graph):
                     emit("graph_hit", name=name, key=key)
                     return entry, graph
             reason = entry.failure  # read once: another thread may clear it
+            if reason is None and len(entry.graphs) >= MOST_GRAPHS:
+                reason = Reason("no_graph_fits", graphs=len(entry.graphs))
             if reason is not None:
                 raise NoGraph(key, reason)
-            if len(entry.graphs) >= MOST_GRAPHS:
-                raise NoGraph(key, Reason("no_graph_fits", graphs=len(entry.graphs)))
             with self._lock:
                 self._require_room(key, lease)
                 self._counts["misses"] += 1
-            graph = self._load(entry, load_graph, lease)
-            return entry, self._make(entry, compile_graph, lease, action) if graph is None else graph
+            started = time.perf_counter()
+            try:
+                graph = load_graph()
+            except BaseException:
+                self._remove_if_empty(entry)
+                raise
+            if graph is None:
+                return entry, self._make(entry, compile_graph, lease, action)
+            self._keep(entry, graph, None, lease)
+            emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
+            return entry, graph
 
     def statistics(self) -> dict[str, Any]:
         """Totals. Seconds, bytes, counts. The entries themselves: `entries`."""
@@ -235,32 +252,6 @@ class GraphCache:
             self._counts["compilations"] += 1
             self._sizes[entry.key] = graph.nbytes
             self._shrink(self._in_use() | {entry.key})
-
-    def _enter(self, key: Hashable, name: str, lease: Lease | None, is_capture: bool) -> Entry:
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                self._require_room(key, lease)
-                entry = self._entries[key] = Entry(key, name, is_capture=is_capture)
-                self._shrink(self._in_use() | {key})
-            self._touch(key)
-            if lease is not None:
-                lease.add(entry)
-            return entry
-
-    def _load(
-        self, entry: Entry, load_graph: Callable[[], CompiledGraph | None], lease: Lease | None
-    ) -> CompiledGraph | None:
-        started = time.perf_counter()
-        try:
-            graph = load_graph()
-        except BaseException:
-            self._remove_if_empty(entry)
-            raise
-        if graph is not None:
-            self._keep(entry, graph, None, lease)
-            emit("graph_loaded", name=entry.name, key=entry.key, seconds=time.perf_counter() - started)
-        return graph
 
     def _make(
         self, entry: Entry, compile_graph: Callable[[], CompiledGraph], lease: Lease | None, action: str

@@ -269,7 +269,7 @@ class GraphResolver:
     def _tracing(self) -> Tracing:
         """Makes the context that blocks of this kind are traced in; graphs keep it, so it refers to no block."""
         packages = packages_of(self._region.block) if self._region.kind.forms else ()
-        return functools.partial(_tracing, self._region.tracing, packages)
+        return functools.partial(_tracing, functools.partial(self._region.context.traceable, True), packages)
 
 
 @contextmanager

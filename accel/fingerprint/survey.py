@@ -167,20 +167,10 @@ class Region:
         codes = self.context.code.codes | self.given.code.codes
         return replace(self.context.code, codes=codes, notes=(*notes, *self.given.code.notes), read=self.read)
 
-    @property
-    def tracing(self) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context that the block is traced in, where its code calls functions that can be traced."""
-        return functools.partial(self.context.traceable, True)
-
-    @functools.cached_property
-    def parts(self) -> tuple[torch.nn.Module, ...]:
-        """The modules in the block."""
-        return tuple(self.block.modules())
-
     @functools.cached_property
     def states(self) -> tuple[dict[str, Any], ...]:
-        """Their attributes."""
-        return tuple(map(vars, self.parts))
+        """The attributes of the modules in the block."""
+        return tuple(map(vars, self.block.modules()))
 
     @functools.cached_property
     def calls_layers(self) -> bool:
