@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from .hosts.diffusers.pipeline import restore_module as restore_module
     from .hosts.diffusers.warm_up import warm_up as warm_up
     from .step_cache.config import DeepCacheSettings as DeepCacheSettings
+else:  # so that a type checker finds a name that there is not
+
+    def __getattr__(name: str) -> Any:
+        if name not in _FROM:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f".{_FROM[name]}", __name__), name)
+        return value
+
 
 __version__ = "0.2.0"
 
@@ -37,13 +45,6 @@ _FROM = {
 """Public name → the module that defines it."""
 
 __all__ = sorted(_FROM)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FROM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f".{_FROM[name]}", __name__), name)
-    return value
 
 
 def __dir__() -> list[str]:

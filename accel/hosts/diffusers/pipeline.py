@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 
@@ -27,13 +27,15 @@ from .replaced_method import around_loops
 from .runs import new_run
 
 SHAPES = ANY, EXACT = ("any", "exact")
+Pipeline = TypeVar("Pipeline")
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 _NAME = "_accel"
 """The attribute under which a pipeline keeps its `_Acceleration`; neither a component nor a setting."""
 
 
 def accelerate_pipeline(
-    pipe: Any,
+    pipe: Pipeline,
     ignores: str | Collection[str] = (),
     deep_cache: DeepCacheSettings | None = None,
     backend: str = DEFAULT,
@@ -42,7 +44,7 @@ def accelerate_pipeline(
     min_repetitions: int = 1,
     stop_on_trouble: bool = False,
     measured: bool | None = None,
-) -> Any:
+) -> Pipeline:
     """The pipeline itself, whose models run compiled until `restore(pipe)`.
 
     ignores: components to leave alone: "unet", "transformer", "controlnet", "vae" (or only "vae.decoder",
@@ -67,8 +69,7 @@ def accelerate_pipeline(
         raise TypeError(f"deep_cache is a {type(deep_cache).__name__}; it must be DeepCacheSettings(...) or None.")
     ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
     for name, model in chosen(pipe, ignores).items():
-        weight = without_weights(model)
-        if weight is not None:
+        if (weight := without_weights(model)) is not None:
             raise ValueError(
                 f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
             )
@@ -100,11 +101,10 @@ def begin_use() -> None:
     attach(shared, personal_home)
 
 
-def restore(pipe: Any) -> Any:
+def restore(pipe: Pipeline) -> Pipeline:
     """The pipeline as it was before it was accelerated, however often; does nothing to one that was not."""
     models = components(pipe)
-    acceleration = _acceleration_of(pipe)
-    if acceleration is not None:
+    if (acceleration := _acceleration_of(pipe)) is not None:
         acceleration.end()
     for model in models.values():  # another pipeline with the same models may have accelerated them
         component_call.take_away(model)
@@ -112,7 +112,7 @@ def restore(pipe: Any) -> Any:
 
 
 @contextmanager
-def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+def accelerated(pipe: Pipeline, *args: Any, **kwargs: Any) -> Iterator[Pipeline]:
     """Accelerate the pipeline inside the context; takes the arguments of `accelerate_pipeline`.
 
     On exit, the pipeline is as it was, with its earlier acceleration if it had one.
@@ -129,7 +129,7 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         component_call.place_again(placed)
 
 
-def accelerate_module(module: torch.nn.Module, backend: str = DEFAULT, *, measured: bool | None = None) -> Any:
+def accelerate_module(module: Module, backend: str = DEFAULT, *, measured: bool | None = None) -> Module:
     """The module itself, whose repeated blocks run compiled until `restore_module(module)`, for every size and batch.
 
     It is called as before, by `module(...)`; a call of `module.forward` is not accelerated. Nothing of it is replaced,
@@ -151,7 +151,7 @@ def accelerate_module(module: torch.nn.Module, backend: str = DEFAULT, *, measur
     return module
 
 
-def restore_module(module: torch.nn.Module) -> Any:
+def restore_module(module: Module) -> Module:
     """The module as it was before `accelerate_module`."""
     component_call.take_away(module)
     return module
@@ -179,7 +179,7 @@ class _Acceleration:
     models: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """None: a copy of a pipeline is not accelerated, pickled or not."""
         return type(None), ()
 
@@ -222,8 +222,7 @@ class _Acceleration:
                 fallbacks.note(type(now[name]).__name__, Reason("compiled_already"))
 
     def _take_away(self, name: str) -> None:
-        model = self.models.pop(name)()
-        if model is not None:
+        if (model := self.models.pop(name)()) is not None:
             component_call.take_away(model, self)
 
 
