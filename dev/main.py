@@ -48,6 +48,8 @@ def main():
     comfyui = find_comfyui(python, options.comfyui)
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
     if options.command == "test":
+        if not passed_on and not options.python and (code := call([python, "-m", "mypy"], environment)):
+            return code
         lay_frontend(python)
         if options.all:
             environment.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "")  # with vectors, which tests/conftest.py leaves out
@@ -80,7 +82,7 @@ def parse(arguments):
     demo.add_argument("--json", metavar="FILE", help="write the table there too")
     test = command(
         "test",
-        "Run the tests that are not marked thorough, as `pytest` does, two at a time. Arguments go to pytest.",
+        "Check types, and run the tests that are not marked thorough, two at a time; or pytest, with these arguments.",
     )
     test.add_argument("--all", action="store_true", help="run every test, thorough ones too")
     serve = command("serve", "Run ComfyUI with the pack, to be opened in a browser.")
@@ -103,13 +105,11 @@ def parse(arguments):
     if options.command == "bench" and options.name not in BENCHES:
         raise Problem(f"There is no measurement {options.name}: choose one of {', '.join(BENCHES)}.")
     for name in ("checkpoint", "model", "json", "models", "port", "owner"):
-        value = getattr(options, name, None)
-        if value:
+        if value := getattr(options, name, None):
             # The child runs in the pack's folder, the paths are meant from here.
             passed_on += [f"--{name}", str(value) if name in ("port", "owner") else os.path.abspath(value)]
     for name in ("checkpoint", "model", "models"):
-        value = getattr(options, name, None)
-        if value and not os.path.exists(value):
+        if (value := getattr(options, name, None)) and not os.path.exists(value):
             raise Problem(f"--{name} {value} does not exist.")
     return options, passed_on
 

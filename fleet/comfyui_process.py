@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ class ComfyUI:
             raise Gone(f"GET /accel/state answers {status}: this pack is not among ComfyUI's custom nodes")
         return json.loads(text)
 
-    async def run(self, prompt_id: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
+    async def run(self, prompt_id: str, body: dict[str, Any]) -> AsyncGenerator[tuple[str, Any], None]:
         """Run a prompt and yield its events in order.
 
         ("sent", None) comes first: from then on ComfyUI may die of it. Then either ("refused", (status, answer)) alone;

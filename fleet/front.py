@@ -120,7 +120,7 @@ class Front:
         self._results = Results(Path(settings.results))
         self._input = Path(settings.input) if settings.input else None
         self._prompts: dict[str, Prompt] = {}
-        self._sockets: dict[str, WebSocket] = {}
+        self._sockets: dict[str | None, WebSocket] = {}
         self._watching: asyncio.Task | None = None
         self._numbers = itertools.count(1)
         self._counts: Counter[str] = Counter()
@@ -151,7 +151,7 @@ class Front:
         for prompt in self._prompts.values():
             if not prompt.running:
                 prompt.task.cancel()
-        running = [prompt.task for prompt in self._prompts.values() if prompt.running]
+        running = [prompt.task for prompt in self._prompts.values() if prompt.running and prompt.task]
         if running:
             await asyncio.wait(running)
 
@@ -340,7 +340,7 @@ class Front:
         kind, names = asked.get("type", "output"), (asked.get("subfolder", ""), asked.get("filename", ""))
         if kind == "input" and self._input is None:
             return await self._ask_any(request)
-        path = inside(self._input, *names) if kind == "input" else self._results.file(kind, *names)
+        path = inside(self._input, *names) if kind == "input" else self._results.file(kind, *names)  # type: ignore[arg-type]  # None: above
         if path is None:
             return Response(status_code=404)
         # As ComfyUI does: a page that somebody made must not run in the visitor's browser.

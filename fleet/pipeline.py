@@ -76,7 +76,7 @@ class GivenUp(Exception):
 class PipelineReplica:
     """One accelerated pipeline, ready once its warm-up is done."""
 
-    async def __init__(self, given: dict[str, Any]):
+    async def __init__(self, given: dict[str, Any]):  # type: ignore[misc]  # Serve awaits it
         settings = PipelineSettings(**given)
         self._names = {"replica": serve.get_replica_context().replica_id.unique_id, "pid": os.getpid()}
         self._images = 0

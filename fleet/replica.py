@@ -33,7 +33,7 @@ class Replica:
     If ComfyUI ends, the replica ends too: Serve starts another, and the front runs its prompts again.
     """
 
-    async def __init__(self, given: dict[str, Any]):
+    async def __init__(self, given: dict[str, Any]):  # type: ignore[misc]  # Serve awaits it
         settings = Settings(**given)
         self._names = {
             "replica": serve.get_replica_context().replica_id.unique_id,

@@ -62,7 +62,7 @@ def is_possible() -> bool:
     chosen = os.environ.get(VARIABLE, "").strip()
     if _process.has_failed or chosen == "0" or torch_internals.lacking(torch_internals.BESIDE) is not None:
         return False
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     psutil = sys.modules.get("psutil")  # which hosts have loaded
     if chosen == "1" or psutil is None or sys.platform == "win32":  # where no machine has run it yet
         return chosen == "1"
@@ -111,7 +111,8 @@ class _Making:
     """The function of one graph for a device, while it is made. job: the process's answer; None: it was not sent."""
 
     def __init__(self, device: torch.device):
-        self.device, self.modules, self._run = device, [], None
+        self.device, self.modules = device, []
+        self._run: Any = None
         self.job: Future | None = None
 
     def backend(self, graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
@@ -168,7 +169,7 @@ def _job_of(graph: torch.fx.GraphModule, device: torch.device) -> dict[str, Any]
         raise ValueError("it has kernels of others")
     mode = torch_internals.FAKE_MODE.get()
 
-    class Pickler(torch_internals.GRAPH_PICKLER.get()):
+    class Pickler(torch_internals.GRAPH_PICKLER.get()):  # type: ignore[misc]  # found at run time
         """Names nodes in slices, where torch does not look for them; and leaves out the mode, which torch keeps in the
         description of a view's base, and replaces when it loads it."""
 
@@ -270,7 +271,7 @@ class _Process:
         running.stdin.flush()
         if not any(line.endswith(ANSWER) for line in running.stdout):
             raise EOFError(f"the process beside has ended, or hung for {limit:.0f} s")
-        answer = pickle.load(running.stdout)
+        answer = pickle.load(running.stdout)  # type: ignore[arg-type]  # a pipe, as it was begun
         watch.cancel()
         self._longest = max(self._longest, time.monotonic() - began)
         return answer

@@ -7,7 +7,7 @@ import hashlib
 import threading
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..compile.benchmark import Benchmarks, Calls
 from ..core.reasons import Reason
@@ -46,9 +46,9 @@ class Entry:
     busy: held while a graph is looked up or made.
     """
 
-    key: Hashable
+    key: Any
     name: str
-    graphs: list[CompiledGraph] = field(default_factory=list)
+    graphs: list[Any] = field(default_factory=list)
     failure: Reason | None = None
     seconds: float = 0.0
     hits: int = 0

@@ -74,7 +74,7 @@ class GraphCache:
         key: Hashable,
         name: str,
         fits: Callable[[CompiledGraph], bool],
-        compile_graph: Callable[[], CompiledGraph],
+        compile_graph: Callable[[], Any],
         lease: Lease | None = None,
         load_graph: Callable[[], CompiledGraph | None] = lambda: None,
         action: str = "compile",
@@ -169,8 +169,7 @@ class GraphCache:
 
     def clear_failure(self, key: Hashable) -> None:
         """Allow compiling for the key again: the call that failed was itself to blame."""
-        entry = self._entries.get(key)
-        if entry is not None:
+        if (entry := self._entries.get(key)) is not None:
             entry.failure = None
             self._remove_if_empty(entry)
 
@@ -333,14 +332,12 @@ class GraphCache:
         return set().union(*(lease.keys for lease in self._leases))
 
     def _touch(self, key: Hashable) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
+        if (entry := self._entries.pop(key, None)) is not None:
             self._entries[key] = entry
             entry.last_used = time.time()
 
     def _drop(self, key: Hashable) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        if (entry := self._entries.pop(key, None)) is None:
             return False
         for lease in self._leases:
             lease.count(entry)

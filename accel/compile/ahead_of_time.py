@@ -22,15 +22,14 @@ class AheadOfTime:
     """A backend of torch's that saves nothing."""
 
     is_faster = False
-    load = None
+    load: Callable[[bytes, torch.nn.Module], Artifact] | None = None
 
     def __init__(self, name: str | Callable):
         """name: one that torch knows, such as "eager", or a function as `torch.compile` takes it."""
         self.name = name
 
     def missing(self, device: str | None = None) -> Reason | None:
-        lacking = torch_internals.lacking(torch_internals.AHEAD_OF_TIME)
-        if lacking is not None:
+        if (lacking := torch_internals.lacking(torch_internals.AHEAD_OF_TIME)) is not None:
             return Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
         return toolchain.lacking(device) if self.is_faster and device else None
 
@@ -123,7 +122,7 @@ def _in_process(backend: str | Callable) -> Callable:
     """The backend with its result wrapped as serializable, which compiling ahead of time asks of all of them."""
     make = torch_internals.LOOK_UP_BACKEND.get()(backend) if isinstance(backend, str) else backend
 
-    class InProcess(torch_internals.AOT_CALLABLE.get()):
+    class InProcess(torch_internals.AOT_CALLABLE.get()):  # type: ignore[misc]  # found at run time
         """A callable that cannot leave the process."""
 
         def __init__(self, function: Callable):

@@ -41,7 +41,8 @@ class Artifact:
 class Pending(Protocol):
     """Code that is being made beside; until it is taken, its artifact cannot run. is_done: `take` need not wait."""
 
-    is_done: bool
+    @property
+    def is_done(self) -> bool: ...
 
     def take(self) -> tuple[str, int]:
         """Load the code: what it asks of sizes (`Facts.asked`), and its bytes. Raises Exception: there will be none."""
@@ -60,9 +61,11 @@ class Backend(Protocol):
         saved.
     """
 
-    name: str
+    name: str | Callable
     is_faster: bool
-    load: Callable[[bytes, torch.nn.Module], Artifact] | None
+
+    @property
+    def load(self) -> Callable[[bytes, torch.nn.Module], Artifact] | None: ...
 
     def missing(self, device: str | None = None) -> Reason | None:
         """What this machine lacks to compile with it for a type of device; None where nothing is missing.

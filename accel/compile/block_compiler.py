@@ -13,9 +13,10 @@ import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def load_block(
     """
     leave_to_library(template)
     with _one_at_a_time, random_numbers_kept(call.devices), tracing():  # operators are defined there
-        artifact = backend_named(call.backend).load(data, template)
+        artifact = backend_named(call.backend).load(data, template)  # type: ignore[misc]  # TypeError without one
     return _graph(artifact, facts, _Block(template, call.kind, call.spec, interrupts, *_code_of(code), tracing))
 
 
@@ -159,7 +160,7 @@ def _code_of(code: ReadCode | None) -> tuple[frozenset[types.CodeType], frozense
     return (frozenset(), None) if code is None else (code.codes | code.around, code.settings)
 
 
-def take_code(graph: CompiledGraph, devices: Sequence[torch.device]) -> None:
+def take_code(graph: CompiledGraph, devices: Iterable[torch.device]) -> None:
     """Load the code of a graph that was made beside, once it is done. devices: of a call of it.
 
     Raises Exception, of any type: there is none.
@@ -170,9 +171,9 @@ def take_code(graph: CompiledGraph, devices: Sequence[torch.device]) -> None:
 
 def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None = None) -> CompiledGraph:
     """template: what saving the graph needs; None where it is not to be saved."""
-    save = None if artifact.save is None or template is None else lambda: artifact.save(template)
-    how = {"save": save, "with_ones": block.with_ones, "pending": artifact.pending}
-    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, **how)
+    save = None if artifact.save is None or template is None else partial(artifact.save, template)
+    made = artifact.run, artifact.guards, facts, artifact.nbytes, save
+    graph = CompiledGraph(*made, with_ones=block.with_ones, pending=artifact.pending)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 
@@ -221,7 +222,7 @@ class _Block:
         return trace
 
 
-def _compile(
+def _compile(  # type: ignore[return]  # the last round returns or raises
     block: _Block,
     tensors: Sequence[torch.Tensor],
     any_size: bool,
@@ -246,10 +247,10 @@ def _compile(
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             refusal = cause_among(error, (KeepsState, CompileFailed))
-            if refusal is not None:
-                is_kept_state = isinstance(refusal, KeepsState)
-                reason = Reason("keeps_state", place=str(refusal)) if is_kept_state else refusal.reason
-                raise CompileFailed(reason) from error
+            if isinstance(refusal, KeepsState):
+                raise CompileFailed(Reason("keeps_state", place=str(refusal))) from error
+            if isinstance(refusal, CompileFailed):
+                raise CompileFailed(refusal.reason) from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
                 raise CompileFailed(_reason_of(error)) from error
 
@@ -261,7 +262,7 @@ def _reason_of(error: Exception) -> Reason:
     if not frames:
         return Reason("compile_failed", error=one_line(error))
     named = re.search(r"Explanation: [^`\n]*`(?:<unknown module>\.)?([^`\n]+?)\.?`", str(unsupported))
-    what = one_line(unsupported) if named is None else named[1]
+    what = one_line(unsupported or error) if named is None else named[1]
     return Reason("untraceable", what=what, function=frames[-1].name, owner=owner_of(frames[-1].filename))
 
 

@@ -92,7 +92,7 @@ def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callabl
         return None
     sizes = tuple(value for value in given if type(value) is int)
     at_size = iter(range(len(tensors), len(tensors) + len(sizes)))
-    order = [next(at_size) if type(value) is int else places.get(id(value)) for value in given]
+    order: list[Any] = [next(at_size) if type(value) is int else places.get(id(value)) for value in given]
     if None in order:
         return None
     choose = items_at(order)

@@ -16,4 +16,4 @@ BACKENDS: dict[str, Backend] = {"inductor": Inductor("inductor"), "eager": Ahead
 
 def backend_named(name: str | Callable) -> Backend:
     """The backend with this name; else torch's own of this name, or a function as `torch.compile` takes it."""
-    return BACKENDS.get(name) or AheadOfTime(name)
+    return BACKENDS[name] if isinstance(name, str) and name in BACKENDS else AheadOfTime(name)

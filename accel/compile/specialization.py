@@ -62,7 +62,7 @@ class Trace:
 
     def begin(self) -> None:
         """To be called within the trace, first; a second trace replaces what the first one has told."""
-        self.__init__()
+        Trace.__init__(self)
         context = torch_internals.TRACING_CONTEXT.get().try_get()
         self._shape_env = None if context is None else context.fake_mode.shape_env
         self.codes = getattr(context, "traced_code", ())  # a list that torch goes on filling
@@ -161,7 +161,7 @@ def holds(asked: str, tensors: Sequence[torch.Tensor]) -> bool:
 def _value(node: ast.AST) -> Any:
     """What an expression of numbers gives; TypeError or KeyError for any other. No number is longer than its text."""
     if isinstance(node, ast.Constant):
-        return node.value + 0
+        return node.value + 0  # type: ignore[operator]  # TypeError of what is no number
     if isinstance(node, ast.Call):
         return _DOES[ast.unparse(node.func)](*map(_value, (*node.args, *node.keywords)))
     values = [_value(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,7 +17,8 @@ def cause_among(error: BaseException, classes: tuple[type[BaseException], ...]) 
 
     Torch raises its wrappers "from None" and keeps the cause as `inner_exception`.
     """
-    waiting, seen = [error], set()
+    waiting: list[Any] = [error]
+    seen: set[int] = set()
     while waiting:
         error = waiting.pop(0)
         if not isinstance(error, BaseException) or id(error) in seen:
@@ -34,8 +35,7 @@ def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> N
 
     classes: exceptions that mean "stop the run" and must not end up as a reason for something else.
     """
-    cause = cause_among(error, classes)
-    if cause is not None:
+    if (cause := cause_among(error, classes)) is not None:
         raise cause
 
 

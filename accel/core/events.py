@@ -9,7 +9,7 @@ from typing import Any
 
 log = logging.getLogger("accel")
 
-Listener = Callable[[str, dict[str, Any]], None]
+Listener = Callable[[str, dict[str, Any]], object]
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()

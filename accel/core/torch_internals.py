@@ -71,7 +71,7 @@ class Internal:
 
     def _find(self) -> Any:
         try:
-            found = importlib.import_module(self.module)
+            found: Any = importlib.import_module(self.module)
         except Exception:  # of a broken installation, of any type
             return _ABSENT
         for part in self.name.split("."):

@@ -158,7 +158,7 @@ class ModelCapture:
         if reason is not None:
             self._stop(reason)  # to ask at every call would cost more than it may give
             return None
-        _require(of_weights(self._guard.weights, variant.device))
+        _require(of_weights(self._guard.weights, variant.device))  # type: ignore[arg-type]  # there where nothing refuses
         return Call(key, inputs, variant.device)
 
     def _describe(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
@@ -257,7 +257,7 @@ class ModelCapture:
             inner=inner,
             pool=self._pool,
             observer=self._observer,
-            weights=self._guard.weights,
+            weights=self._guard.weights,  # type: ignore[arg-type]  # there in a call
             held=held,
             constants=progress.constants or HostConstants(device),
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..cache.entry import Entry
-    from ..compile.benchmark import Benchmark
+    from ..compile.benchmark import Calls
     from ..compile.compiled_graph import CompiledGraph
 
 
@@ -28,7 +28,7 @@ class BlockObserver:
     may_capture: bool = True
     capturing: bool = False
     is_stable: bool = True
-    used: list[tuple[Entry, CompiledGraph, Entry | Benchmark]] = field(default_factory=list)
+    used: list[tuple[Entry, CompiledGraph, Entry | Calls]] = field(default_factory=list)
     eager_calls: int = 0
 
     def reset(self) -> None:

@@ -414,7 +414,7 @@ class BlockRunner:
             if any(not have_equal_values(call.inputs[index], given[index]) for index in strided):
                 excess = float("inf")
             known.is_last_compared |= self._region.is_last
-            return known.judge(resolved.pattern, excess)
+            return known.judge(resolved.pattern, excess)  # type: ignore[arg-type]  # compared, so there is one
 
         def compiled():
             draw_again()
@@ -429,7 +429,7 @@ class BlockRunner:
         if resolved.is_timed:
             out, changed = benchmark.call(compiled, eager, call.device, may_capture, difference)
         else:
-            out, changed = known.compare(resolved.pattern, compiled, eager, difference)
+            out, changed = known.compare(resolved.pattern, compiled, eager, difference)  # type: ignore[arg-type]  # as above
         for index, tensor in zip(changes, changed, strict=True):
             out = _copy_back(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.

@@ -72,7 +72,8 @@ class CallTimes:
     def __init__(self) -> None:
         self.is_due = True
         self.verdict: Reason | None = None
-        self.wall, self.spared = 0.0, None
+        self.wall = 0.0
+        self.spared: float | None = None
         self._seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
 
     @property

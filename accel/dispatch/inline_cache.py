@@ -131,8 +131,7 @@ class InlineCache:
         self._path, self._cache = path, cache
         self._weights = weights
         # As WeightSlots.take reads them, but without a call and a list for it.
-        is_direct = type(weights) is WeightSlots and not weights.forms
-        self._slots = (weights.holders, weights.names) if is_direct else None
+        self._slots = (weights.holders, weights.names) if type(weights) is WeightSlots and not weights.forms else None
         self._replace = replace
         self._known, self._lease = known, lease
         self._usable: set[ResolvedGraph] = set()

@@ -110,7 +110,7 @@ class WholeCalls:
             known.left, known.called, known.looks = self._left(), self._called(), known.looks + 1
         elif time is not None:
             expected = used.ends | (known.called - used.left.keys())
-            if used.asked | self._called() != expected or self._left() not in (None, {}):
+            if known.left is None or used.asked | self._called() != expected or self._left() not in (None, {}):
                 known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
             elif known.times.is_due and len(known.left) < len(known.called):
                 known.times.add(time, used.is_bare)
@@ -136,7 +136,7 @@ class WholeCalls:
     def _without(self, known: _Known, is_bare: bool) -> _InPlace:
         how = known, is_bare, known.looks
         if how not in self._made:
-            left = dict.fromkeys(block for block in self.runners if block in known.called) if is_bare else known.left
+            left = dict.fromkeys(at for at in self.runners if at in known.called) if is_bare else known.left or {}
             self._made[how] = _InPlace(self._layers, left, self._code, is_bare)
         return self._made[how]
 
@@ -151,7 +151,7 @@ class WholeCalls:
         ways = set().union(*of_blocks.values())
         if not ways or COMPARED in ways:
             return None
-        return {block: next(iter(of)) for block, of in of_blocks.items() if of and COMPILED not in of}
+        return {block: next(iter(of)) for block, of in of_blocks.items() if of and COMPILED not in of}  # type: ignore[misc]  # no text is left
 
 
 class _Known:

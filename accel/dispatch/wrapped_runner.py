@@ -26,7 +26,7 @@ class WrappedRunner(BlockRunner):
     def __init__(self, region: Region, *args: Any, **kwargs: Any):
         super().__init__(region, *args, **kwargs)
         self._own, self.for_own_alone = region.wrapped.own, region.wrapped.is_on_class
-        self._wrap(region.wrapped)
+        self._wrap(region.wrapped)  # type: ignore[arg-type]  # made where there is one alone
 
     @seen_through
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ class Call:
     inputs: Sequence[torch.Tensor] = ()
     backend: str | Callable = "inductor"
     any_size: bool = True
-    inner: Callable | None = None
+    inner: Any = None
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     given: list[torch.Tensor] = field(default_factory=list)

@@ -94,7 +94,7 @@ def _read(code: types.CodeType) -> CodeFacts:
     return CodeFacts(hashlib.sha256(repr(described).encode()).hexdigest()[:16], **with_nested)
 
 
-def _operations(code: types.CodeType) -> dict[str, set[str | None]]:
+def _operations(code: types.CodeType) -> dict[str, set]:
     """The facts that only its instructions tell, by name."""
     facts: dict[str, set] = {name: set() for name in ("read", "whole", "mutates", "imports", *_EFFECTS)}
     steps = [None, None, *dis.get_instructions(code)]

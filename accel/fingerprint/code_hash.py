@@ -237,8 +237,8 @@ class CodeReader:
         described.append(sorted({function.described for function in reached}))
         described.append(sorted({(name, value) for _, name, value in values}))
         described.extend(_class_attributes(cls, attributes, references) for cls in in_order)
-        for function in reached:
-            references.opaque.update(what for scope, name, what in function.opaque if (scope, name) not in assigned)
+        for found in reached:
+            references.opaque.update(what for scope, name, what in found.opaque if (scope, name) not in assigned)
         references.sources.update(*(function.references.sources for function in reached))
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
         sources, opaque = frozenset(references.sources), frozenset(references.opaque)
@@ -367,11 +367,11 @@ class _Function:
         if value in self._namespaces or not (is_module or is_class):
             return
         self._namespaces.add(value)
-        if is_module:
+        if isinstance(value, types.ModuleType):
             self._follow(f"{path}.", vars(value), vars(value), is_library or of_library(value.__name__))
             return
         self.references.add_source_of(value)
-        for cls in (*value.__mro__, *type(value).__mro__):
+        for cls in (*value.__mro__, *type(value).__mro__):  # type: ignore[misc]  # of the metaclass
             if not of_library(cls.__module__):
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
 

@@ -42,7 +42,7 @@ class CodeNotes:
 
     def __init__(self) -> None:
         self._named: dict[tuple[int, Any], tuple[Any, Any]] = {}
-        self._hiding: dict[tuple[int, str], tuple[dict, str]] = {}
+        self._hiding: dict[tuple[int, str], tuple[Mapping, str]] = {}
         self._sized: dict[tuple[int, str], tuple[Any, str]] = {}
         self._containers: dict[int, dict | list | set] = {}
         self._parts: dict[tuple[Callable, int], Any] = {}
@@ -53,7 +53,7 @@ class CodeNotes:
         """Invalidate when the namespace has something else under the name, if it has it."""
         self._named[id(namespace), name] = namespace, name
 
-    def watch_absent(self, namespace: dict, name: str) -> None:
+    def watch_absent(self, namespace: Mapping, name: str) -> None:
         """Invalidate when the namespace gets or loses the name, which would hide what was found elsewhere."""
         self._hiding[id(namespace), name] = namespace, name
 
@@ -155,7 +155,7 @@ class CodeNotes:
         """What stands at all of these places now."""
         named = [(_names_of(space), name) for key, (space, name) in self._named.items() if key not in self._ignored]
         sized = [(_names_of(space), ignored) for space, ignored in self._sized.values()]
-        asked = [
+        asked: list[tuple[Callable, Callable, list]] = [
             (is_, getitem, [place for place in named if place[1] in place[0]]),
             (eq, contains, list(self._hiding.values())),
             (eq, len, [(names,) for names, ignored in sized if not ignored]),

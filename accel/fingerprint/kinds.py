@@ -11,7 +11,7 @@ import enum
 import hashlib
 import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from .plain_values import (
     settings_of,
 )
 
-Read = tuple[tuple[str, tuple[str, ...]], ...]
+Read = Sequence[tuple[str, Sequence[str]]]
 """Settings of a block's parts: (path, names)."""
 
 _NOT_COPIED = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -80,7 +80,7 @@ class GraphKey:
     kind: Kind
     call: Spec
     inputs: tuple[TensorSpec, ...]
-    backend: str
+    backend: str | Callable
     sizes: tuple[torch.Size, ...] | None = None
 
 

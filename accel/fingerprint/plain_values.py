@@ -228,7 +228,7 @@ def is_plain(value: Any) -> bool:
 
 def is_plain_object(value: Any) -> bool:
     """Whether it is an instance of a class written in Python, with all of its state in `__dict__`."""
-    return _makes_plain_objects(type(value)) and hasattr(value, "__dict__")
+    return _makes_plain_objects(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.lru_cache(maxsize=4096)

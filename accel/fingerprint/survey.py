@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -263,7 +263,7 @@ class KeptSurveys:
     def __init__(self) -> None:
         self._kept: list[tuple[Any, Survey]] = []
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return type(None), ()
 
     @classmethod

@@ -63,7 +63,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _graph_pass() -> object:
-    class LeaveCasts(torch_internals.GRAPH_PASS.get()):
+    class LeaveCasts(torch_internals.GRAPH_PASS.get()):  # type: ignore[misc]  # found at run time
         def __call__(self, graph: Graph) -> None:
             leave_casts(graph)
 

@@ -68,7 +68,7 @@ def _conv_forward_with(self, x, weight, bias, *own, **named):
 
 
 @functools.lru_cache(maxsize=64)
-def _over_operator(cls: type) -> type:
+def _over_operator(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A convolution's class with the operator in the place of torch's method, which its own method calls."""
     own = next(base for base in cls.__mro__ if base in _CONVOLUTIONS)
     operator = type(own.__name__, (own,), {"_conv_forward": _conv_forward})
@@ -119,7 +119,7 @@ def leave_to_library(template: torch.nn.Module) -> None:
         ):
             forward = _conv_forward
             if all(type(module)._conv_forward is not cls._conv_forward for cls in _CONVOLUTIONS):
-                module.__class__ = cls = _over_operator(type(module))
+                module.__class__ = cls = _over_operator(type(module))  # type: ignore[arg-type]  # a class is hashable
                 # What it makes of the weight or of its input belongs to what the block computes.
                 names = getattr(getattr(cls._conv_forward, "__code__", None), "co_names", ())
                 forward = _conv_forward_with if "cudnn_convolution" in names else cls._conv_forward

@@ -148,7 +148,7 @@ def fix_sizes(shape_env: Any, sizes: Iterable[Any]) -> None:
             continue
         one, other = equation.args
         if isinstance(one, modulo) and other == 0:
-            ratios = (one.args[1] / one.args[0],)  # of what divides to what it divides, not the other way round
+            ratios: tuple[Any, ...] = (one.args[1] / one.args[0],)  # of what divides to what it divides, not turned
         elif isinstance(one, division) and other.is_number and one.args[1].is_number and one.args[1] < other:
             ratios = (one.args[0],)  # but for the few sizes above it that torch would take too
         else:

@@ -119,7 +119,7 @@ class OpaqueLayers:
     ) -> OpaqueLayer:
         """What stands for a part. features, is_others, like: as of `OpaqueLayer`."""
         if layer not in self._of:
-            cls = _standing_for(type(layer)) if is_others else OpaqueLayer
+            cls = _standing_for(type(layer)) if is_others else OpaqueLayer  # type: ignore[arg-type]  # a class is hashable
             self._of[layer] = None, True, cls(features, is_others, like)
         return self._of[layer][2]
 

@@ -144,7 +144,7 @@ class LayoutSnapshot:
     def _described(self) -> tuple[list, list]:
         """What is compared by value."""
         hosts = [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts]
-        return list(map(dict.get, self._states, repeat("training"))), hosts
+        return list(map(dict.get, self._states, repeat("training"))), hosts  # type: ignore[arg-type]  # of objects
 
 
 def _described(weights: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> tuple[list, ...]:

@@ -232,7 +232,7 @@ def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int)
     for name, part in form.parts:
         inner[name], at = _restored(part, tensors, at)
     if is_data(form.cls):
-        made = _standing(form.cls).of(inner["data"], form.context)
+        made = _standing(form.cls).of(inner["data"], form.context)  # type: ignore[arg-type]  # a class is hashable
         if form.added is not None:
             setattr(made, form.added, ADDS[form.added].attribute(*tensors[at : at + len(_FACTORS)]))
             at += len(_FACTORS)
@@ -274,6 +274,6 @@ class PlainTensorView:
 
 
 @functools.cache
-def _standing(cls: type[torch.Tensor]) -> type:
+def _standing(cls: type[torch.Tensor]) -> Any:
     # A slot, because the class's own code may copy all attributes from one tensor to another.
     return type(cls.__name__, (PlainTensorView, cls), {"__module__": cls.__module__, "__slots__": ("_inside",)})

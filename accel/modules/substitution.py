@@ -65,6 +65,9 @@ class StandIn(functools.partial):
     """
 
     __slots__ = ("is_foreign", "items", "own")
+    own: Forward
+    is_foreign: bool
+    items: tuple[_Item, ...]
 
     @classmethod
     def of(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
@@ -87,7 +90,7 @@ class StandIn(functools.partial):
 
     def end(self) -> None:
         """Call nothing but the forward that it stands for from now on, for those who have kept it."""
-        self.__setstate__((_call, ((), self.own), {}, None))
+        self.__setstate__((_call, ((), self.own), {}, None))  # type: ignore[attr-defined]  # not in typeshed
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """What it stands for, bound to the copy of the module; itself where that is no method of a module that is
@@ -175,7 +178,7 @@ class Substitution:
     def in_place(self) -> Iterator[None]:
         """The context. It may be entered again before it ends, by other threads too."""
         ready: list[StandIn] = []
-        made: dict[int, tuple[StandIn, Forward]] = {}
+        made: dict[int, tuple[Any, Forward]] = {}
         try:
             with _changing:
                 ready, self._ready = self._ready or [self._stand_in(*item) for item in self._layers], []
@@ -204,7 +207,7 @@ class Substitution:
         return StandIn.of(own, False, (_Item(self._order, self._thread, layer),))
 
     def _take_back(
-        self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[StandIn, Forward]]
+        self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[Any, Forward]]
     ) -> None:
         """Leave the forwards that are there without our layers, where others came before, after or in their place.
 
@@ -229,10 +232,10 @@ class Substitution:
 def _over(forward: Forward, item: _Item) -> Forward:
     """What is put on a module that has this forward already: a stand-in for it with one more layer, or the forward
     itself, where the layer is right for that of the module's class alone and somebody else has put another there."""
-    is_ours = type(forward) is StandIn
-    if getattr(item.layer, "for_own_alone", False) and (not is_ours or forward.is_foreign):
-        return forward
-    return forward.plus(item) if is_ours else StandIn.of(forward, True, (item,))
+    for_own_alone = getattr(item.layer, "for_own_alone", False)
+    if type(forward) is not StandIn:
+        return forward if for_own_alone else StandIn.of(forward, True, (item,))
+    return forward if for_own_alone and forward.is_foreign else forward.plus(item)
 
 
 def forward_of(cls: type) -> tuple[type, Any]:

@@ -55,7 +55,7 @@ class WrappedForward:
         """The wrappers as they are, but around this function, bound to the module. They share their variables with
         those that stay in place."""
         functools.update_wrapper(function, self.own)
-        changed = {id(self.own): function}
+        changed: dict[int, Any] = {id(self.own): function}
         for cell, inner in zip(reversed(self.cells), reversed(self._contents), strict=True):
             changed[id(cell)] = types.CellType(_with(inner, changed))
         made = _with(self.outermost, changed)

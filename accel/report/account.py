@@ -57,7 +57,7 @@ class Account:
     @property
     def saved(self) -> float | None:
         """By what ran, against the same work without Accel; None where nothing was measured."""
-        known = [saving.within(self.worked) for saving in self.savings if saving.seconds is not None]
+        known = [seconds for saving in self.savings if (seconds := saving.within(self.worked)) is not None]
         return sum(known) if known and self.worked > 0 else None
 
     @property
@@ -73,8 +73,8 @@ class Account:
     @property
     def pays_back_after(self) -> int | None:
         """How many more images like this one it takes until all that was paid is saved; None where they save none."""
-        saves = self.saved is not None and self.saved >= LEAST_SAVED
-        return max(0, math.ceil(self.owed / self.saved * self.images)) if saves else None
+        saved = self.saved or 0.0
+        return max(0, math.ceil(self.owed / saved * self.images)) if saved >= LEAST_SAVED else None
 
     @property
     def how(self) -> list[Reason]:

@@ -79,6 +79,8 @@ def _image(run: Run) -> Fact:
     elif run.failed:
         end = f", until it was stopped after {counted(run.steps_done, 'step')}"
         line = [] if run.steps is None else [Reason("line_stopped", done=run.steps_done, steps=run.steps)]
+    elif run.failed:
+        end = ", until it failed or was stopped"
     what = f"{run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}"
     return Fact(f"Last image: {what}: {rounded(run.seconds)} s{end}.", line)
 

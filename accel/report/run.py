@@ -34,7 +34,7 @@ class Record:
 
     def with_next(self, other: Any) -> Any:
         """This and the next sampling of one prompt, merged (a base model and a refiner, say)."""
-        rules = {one.name: one.metadata["joined"] for one in fields(self) if one.metadata}
+        rules = {one.name: one.metadata["joined"] for one in fields(self) if one.metadata}  # type: ignore[arg-type]  # of a subclass
         return replace(other, **{name: rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()})
 
 
@@ -74,8 +74,8 @@ class Totals(Record):
     def of(cls, lease: Lease, backend: str, is_measured: bool, **others: Any) -> Totals:
         """The totals of a run whose lease is over. is_measured: graphs were benchmarked against their blocks."""
         saved = by_compiling(lease.calls, lease.measured, is_measured, backend == "eager")
-        counts = {"compiled_calls": lease.calls, "replays": lease.replays, "compare_seconds": lease.compare_seconds}
-        return cls(**counts, by_compiling=saved, **others)
+        calls, took = lease.calls, lease.compare_seconds
+        return cls(compiled_calls=calls, replays=lease.replays, compare_seconds=took, by_compiling=saved, **others)
 
 
 @dataclass(frozen=True)

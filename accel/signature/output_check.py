@@ -191,7 +191,7 @@ def _longest(tensor: torch.Tensor) -> int:
     return max(range(tensor.ndim), key=tensor.shape.__getitem__)
 
 
-def _pieces(*tensors: torch.Tensor | None) -> Iterator[list[torch.Tensor | int]]:
+def _pieces(*tensors: torch.Tensor | None) -> Iterator[list[Any]]:
     """Tensors of one shape piece by piece, in float; 0 for None."""
     first = tensors[0]
     is_small = first.itemsize == 1  # torch promotes no float8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -91,7 +92,7 @@ def attention() -> tuple[tuple[str, Any], ...]:
     return tuple((name, asked(getattr(torch.backends.cuda, name, None))) for name in names)
 
 
-@functools.cache
+@cache
 def getters() -> dict[Callable[..., Any], str]:
     """Torch's functions that answer how it is set or built, with the names that code has for them."""
     owners = {torch: _GETTERS, torch._C: [name for name in vars(torch._C) if name.startswith(_GETTERS_OF_C)]}
@@ -107,7 +108,7 @@ def getters() -> dict[Callable[..., Any], str]:
 def _readers() -> dict[str, list[Callable[[], Any]]]:
     """What reads the settings among them, and those that are attributes, by the names that code has for them."""
     owners = (torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn, torch.backends.opt_einsum)
-    readers = {name: [functools.partial(getattr, owner, name, None) for owner in owners] for name in _PROPERTIES}
+    readers: dict[str, list] = {name: [partial(getattr, owner, name, None) for owner in owners] for name in _PROPERTIES}
     for getter, name in getters().items():
         if name in _GETTERS or name.endswith(_ENDS) and not name.startswith("_"):
             readers.setdefault(name, []).append(getter)

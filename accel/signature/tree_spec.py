@@ -221,10 +221,9 @@ def _made(cls: type, fields: dict[str, Any]) -> Any:
 
 def makers(spec: Spec) -> frozenset[types.CodeType]:
     """The code that `rebuild` runs of the objects' classes, and which is not the block's."""
+    own: frozenset[Any] = frozenset()
     if spec[:1] == ("object",) and dataclasses.is_dataclass(spec[1]):
-        own = frozenset([getattr(spec[1].__init__, "__code__", None)])
-    else:
-        own = frozenset()
+        own = frozenset([getattr(spec[1].__init__, "__code__", None)])  # type: ignore[misc]  # of its very class
     return own.union(*(makers(part) for part in spec if isinstance(part, tuple)))
 
 
@@ -324,7 +323,7 @@ def is_unchanged(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], closed
     return True
 
 
-def _end_of(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], at: int | None) -> int | None:
+def _end_of(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], at: int) -> int | None:
     """Where the tensors of an unchanged value end; None for one that was changed."""
     tag = spec[0]
     if tag in ("list", "tuple", "dict"):
@@ -343,11 +342,12 @@ def _end_of(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], at: int | N
         is_same = value is expected if tag in ("tensor", "same") else tag == "function" or value == expected
         is_same = is_same or (tag == "value" and value != value and expected != expected)
         return after if is_same and type(value) is type(expected) else None
+    end: int | None = at
     for item, inner in items:
-        at = _end_of(item, inner, tensors, at)
-        if at is None:
+        if end is None:
             return None
-    return at
+        end = _end_of(item, inner, tensors, end)
+    return end
 
 
 def functions_in(spec: Spec) -> tuple[Function, ...]:

@@ -41,7 +41,7 @@ class DeepCacheRun:
         self,
         settings: DeepCacheSettings,
         facts: SamplerFacts,
-        window: tuple[float, float],
+        window: Sequence[float],
         changes: Iterable[float] = (),
         why_full: str | None = None,
     ):
@@ -156,7 +156,7 @@ class DeepCacheRun:
             return prediction
         # Copies, since some samplers write to their latent and to what they are given.
         copies = [each.clone() for each in (latent, prediction, *parts)]
-        now = Evaluation(self._index, self._angle, self._level, *copies[:2], copies[2:])
+        now = Evaluation(self._index, self._angle, self._level, copies[0], copies[1], copies[2:])
         try:
             if not self._fits(latent):
                 self.forget()

@@ -62,7 +62,7 @@ class Override(RunsOthersCode, enum.Enum):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the override of this thread's call, where a block runs uncompiled with simplified options."""
         options = begun()
-        return options[OVERRIDE](*args, **{**kwargs, "transformer_options": options})
+        return options[OVERRIDE](*args, **{**kwargs, "transformer_options": options})  # type: ignore[index]  # begun
 
 
 def begin(options: dict[str, Any] | None) -> None:
@@ -163,16 +163,16 @@ class Ignored(frozenset):
 
     reads = frozenset({_PREFERRED, "peek", "take"})
 
-    def __contains__(self, pair: object) -> bool:
+    def __contains__(self, pair: Any) -> bool:
         return super().__contains__(pair) or is_opaque(*pair)
 
 
 class Asked(Ignored):
     """The same, for one reading of code. opaque: the module and name of such a function that this code calls."""
 
-    opaque: object = None
+    opaque: tuple[str, str] | None = None
 
-    def __contains__(self, pair: object) -> bool:
+    def __contains__(self, pair: Any) -> bool:
         if is_opaque(*pair) and not _is_traced(getattr(sys.modules[pair[0]], pair[1]), _CAPTURED):
             self.opaque = pair
         return super().__contains__(pair)
@@ -221,7 +221,7 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
             q, k, v = q.take(), k.take(), v.take()
         return _by_operator(place, q, k, v, args, kwargs)
 
-    attention.stands_for = function
+    attention.stands_for = function  # type: ignore[attr-defined]  # of functions of core alone
     return attention
 
 
@@ -265,7 +265,7 @@ def _attention(place: str) -> Callee:
 def _replaced_attention(name: str) -> Callee:
     """The function that is in the place of the attention of this thread's block."""
     options = begun()
-    function = _replacing(name, options)
+    function = _replacing(name, options)  # type: ignore[arg-type]  # begun
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: dict[str, Any]) -> Any:
         given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")}

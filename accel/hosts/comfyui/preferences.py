@@ -78,8 +78,8 @@ def change(requested: dict[str, Any]) -> None:
         raise ValueError(f"store_mb is set by {location.LIMIT_VARIABLE}, so it cannot be changed here.")
     current()
     with _lock:
-        before = _current
-        _current = now = replace(_current, **requested)
+        before = _current or Settings()
+        _current = now = replace(before, **requested)
         _set_budget(now)
         report_log.set_verbosity(_verbosity(now))
         try:

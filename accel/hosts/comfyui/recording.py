@@ -60,7 +60,7 @@ _NOTHING = nullcontext()
 
 def _is_paused_by_core() -> bool:
     """Whether a caller stands in a `with pause_malloc_graph()`; the recorder itself does not tell."""
-    frame, name = sys._getframe(), "pause_malloc_graph"
+    frame, name = sys._getframe().f_back, "pause_malloc_graph"
     while frame is not None and not (name in frame.f_code.co_names and frame.f_lasti in _find_pauses(frame.f_code)):
         frame = frame.f_back
     return frame is not None
@@ -90,7 +90,7 @@ class _Paused:
         self._collects = gc.isenabled()
         gc.disable()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
             self._pause.__exit__(*error)
         finally:

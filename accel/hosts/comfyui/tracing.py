@@ -82,7 +82,7 @@ _TRACED = (
 ).split()
 
 
-def _kitchen_stand_ins() -> Iterator[tuple[types.ModuleType, str, Any]]:
+def _kitchen_stand_ins() -> Iterator[tuple[types.ModuleType | None, str, Any]]:
     """(module, name, function or operator) of each of these functions that this comfy-kitchen has."""
     kitchen, in_python = map(sys.modules.get, ("comfy_kitchen", _IN_PYTHON))
     for name in _TRACED:

@@ -50,7 +50,7 @@ class _ListedCombo(io.Combo.Input):
         return list(self.options)
 
 
-def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
+def make_input(kind: type[io.ComfyTypeIO], /, input_id: str, **options: Any) -> Any:
     """`kind.Input(input_id, ...)` with the options that this core knows.
 
     kind: an io type such as `io.Int`. Added later: `advanced` (0.10.0). Cores such as 0.3.75 compare a combo's value

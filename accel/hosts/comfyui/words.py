@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...core.sentences import LOADED_IN_PART, OF_THE_MACHINE, SENTENCES
 
@@ -55,7 +55,7 @@ _ADVICE = {
 
 def advice(why: Reason | str | None, sampler: str | None = None) -> str | None:
     """What to do about it; None where there is nothing to do. sampler: its name in core."""
-    code = getattr(why, "code", why)
+    code: Any = getattr(why, "code", why)
     if code == "steps_differ" and sampler and any(part in sampler for part in (*NOISY, "lcm")):
         return f"{sampler} adds new noise in each: use euler or dpmpp_2m, or plan for fewer dB."
     return _ADVICE.get(code)

@@ -56,7 +56,7 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
         elif not settings.is_off:
             running: dict[int, ExitStack] = {}
             # Images that were broken off, whose frames an exception may keep alive.
-            undo.callback(lambda: [image.close() for image in list(running.values())])
+            undo.callback(lambda: list(map(ExitStack.close, list(running.values()))))
             undo.enter_context(around_loops(pipe, partial(_image, weakref.ref(pipe), settings, running)))
         del pipe  # the context must not keep its memory
         yield
@@ -119,7 +119,7 @@ class _Image:
         given what is foretold in place of what the pipeline makes of that."""
         if model in _called.get():
             return inner(*args, **kwargs)
-        named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}
+        named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type]  # a class is hashable
         timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
         # What guides by gradients needs a call that leads back to the latent.
         has_gradients = torch.is_grad_enabled() and getattr(next(iter(named.values()), None), "requires_grad", False)
@@ -193,8 +193,7 @@ class _Image:
     def _begin(self, timestep: Any, model: torch.nn.Module) -> bool:
         """Whether a call at `timestep` belongs to the run, which begins with the first one that does."""
         schedule = self._read_schedule()
-        place = None if schedule is None else schedule.place_of(timestep)
-        if place is None:
+        if schedule is None or (place := schedule.place_of(timestep)) is None:
             return False
         if self._run is None or place < self._evaluation[0]:
             self._end_run()
@@ -245,6 +244,6 @@ class _Image:
 
 
 @lru_cache
-def _names_of(kind: type) -> tuple[str, ...]:
+def _names_of(kind: type[torch.nn.Module]) -> tuple[str, ...]:
     """The names of what models of this class are called with."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ...modules.substitution import rebound
 
@@ -39,7 +39,7 @@ class _Replacement:
     """Stands in a method's place. before: what the object itself had there."""
 
     def __init__(self, own: Callable[..., Any], before: Any, call: Callable[..., Any]):
-        self._own = weakref.WeakMethod(own) if isinstance(own, MethodType) else lambda: own
+        self._own: Callable[[], Any] = weakref.WeakMethod(own) if isinstance(own, MethodType) else lambda: own
         self.before, self._call = before, call
         self.is_over = False
         """Checked because other code may have wrapped this and still call it."""
@@ -61,7 +61,7 @@ class _Replacement:
             own = own._own()
         return rebound(own, memo, self) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         """The method as it was: what is pickled is the object without this."""
         return _itself, (self._own(),)
 

@@ -105,7 +105,7 @@ def let_core_take_memory(cache: GraphCache) -> None:
     def enter(device: torch.device) -> None:
         try:
             if device not in patchers:
-                patchers[device] = _Patcher(CapturedCalls(weak(), device), device, torch.device("cpu"))
+                patchers[device] = _Patcher(CapturedCalls(weak(), device), device, torch.device("cpu"))  # type: ignore[arg-type]  # it makes this call
             known = comfy.model_management.current_loaded_models
             if any(entry.model is patchers[device] for entry in known):
                 return

@@ -114,8 +114,8 @@ class _Calls:
 
     def _reduce(self, protocol: int) -> Any:
         """Pickling for the `copy` module: the control without our methods, which belong to one object."""
-        control = self._control
-        make, arguments, state, *rest = type(control).__reduce_ex__(control, protocol)
+        cls: Any = type(self._control)
+        make, arguments, state, *rest = cls.__reduce_ex__(self._control, protocol)
         ours = (*_CALLS, "__reduce_ex__")
         plain = {name: value for name, value in state.items() if name not in ours}
         plain.update({name: value for name, value in self._before.items() if value is not None})
@@ -138,7 +138,7 @@ def _view(run: NetworkRun) -> torch.nn.Module:
     In the network's place, it affects the calls of one control object only: another in the chain may have the same
     network, and a T2I-Adapter's is moved and cast right before its call.
     """
-    view = object.__new__(_view_class(type(run.network)))
+    view = object.__new__(_view_class(type(run.network)))  # type: ignore[arg-type]  # a class is hashable
     # Module.__setattr__ would register the network as a submodule.
     object.__setattr__(view, "__dict__", run.network.__dict__)
     object.__setattr__(view, "accel_run", run)

@@ -184,8 +184,8 @@ def _evaluate_by_parts(
             return prediction
         sampling.seen = seen
         return run.end(x, prediction, parts)
-    parts = zip(_PARTS, run.forecast_parts(x), strict=True)
-    args = {**sampling.seen, **dict(parts), "denoised": given, "sigma": timestep, "input": x}
+    foretold = zip(_PARTS, run.forecast_parts(x), strict=True)
+    args = {**sampling.seen, **dict(foretold), "denoised": given, "sigma": timestep, "input": x}
     for function in functions[sampling.functions :]:
         args["denoised"] = function(args)
     return args["denoised"]

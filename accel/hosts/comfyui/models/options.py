@@ -70,8 +70,7 @@ def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         if not is_transformer_options(options):
             return options
         attention.begin(options)
-        reason = _concern(options, strings)
-        if reason is not None:
+        if (reason := _concern(options, strings)) is not None:
             raise RunEagerly(reason)
         kept = _only(readable, options, _is_constant)
         if options.get(OVERRIDE) is not None:

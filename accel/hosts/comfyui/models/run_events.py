@@ -84,7 +84,7 @@ def _pixels(patcher: Any, latent: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _described(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
-    noise, _, sampler, sigmas = (*arguments[:4], *[None] * (4 - len(arguments[:4])))
+    noise, _, sampler, sigmas = [*arguments, None, None, None, None][:4]
     function = getattr(sampler, "sampler_function", None)
     patcher = getattr(executor.class_obj, "model_patcher", None)
     latent = tuple(noise.shape) if isinstance(noise, torch.Tensor) else ()

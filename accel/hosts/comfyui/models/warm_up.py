@@ -45,7 +45,7 @@ def warm_up(
     started = time.perf_counter()
     for number, (size, batch, length) in enumerate(runs, 1):
         latent = torch.zeros(layout.shape(size, batch))
-        prompt = conditioning if length is None else [_of_length(*part, length) for part in conditioning]
+        prompt = conditioning if length is None else [_of_length(text, extra, length) for text, extra in conditioning]
         sampler = comfy.samplers.KSampler(model, steps, model.load_device, sampler="euler", scheduler="normal")
         sampler.sample(torch.zeros_like(latent), prompt, prompt, cfg=2.0, latent_image=latent, disable_pbar=True)
         progress.update_absolute(number)
