@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
