@@ -557,10 +557,10 @@ TABLE = r'''
 @ diffusers/test_lora.py::test_strength_that_a_callback_changes_at_every_step_counts
 -wrapper.scaling[name], weights
 +1.0, weights
-# context of a pipeline that takes the models of another
+# context of a pipeline that leaves another of its models unaccelerated
 @ diffusers/test_restore.py::test_context_of_one_pipeline_leaves_another_of_the_same_models_accelerated
--(owner is None or found.owner is owner)
-+True
+-        if _SLOT not in model.__dict__:
++        if _SLOT in model.__dict__:
 # fleet's prompts of every batch sent to one replica
 @ fleet/test_fleet_prompts.py::test_key_is_the_model_and_the_shape_alone
 -SIZES = ("width", "height", "length", "batch_size")
