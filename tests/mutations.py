@@ -544,9 +544,6 @@ TABLE = r'''
 @ comfyui/test_resolution.py::test_a_latent_without_a_model_tells_its_own_scale
 -scale=latent.get("downscale_ratio_spacial", layout.scale)
 +scale=layout.scale
-# streamed weights held after an error
-@ comfyui/test_streamed_weights.py::test_interrupt_passes_through_and_leaves_no_pin
--            last_first.callback(self._pins.release)
 # override of attention that is traced once
 @ comfyui/test_attention.py::test_override_is_called_from_compiled_blocks_and_another_compiles_nothing
 -        if is_overridden or not is_traced:
