@@ -66,7 +66,7 @@ class CallVariant:
     """
 
     def __init__(self, spec: Spec, inputs: Sequence[torch.Tensor]):
-        self.guard = InputGuard(spec, inputs)
+        self.guards: dict[tuple, InputGuard] = {}
         self.device = next((tensor.device for tensor in inputs if tensor.numel()), None)
         # Not their strides: buffers are dense.
         self._inputs = tuple(BufferSpec(t.shape, t.dtype, t.device, is_channels_last(t)) for t in inputs)

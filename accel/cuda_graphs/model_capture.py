@@ -28,7 +28,7 @@ from ..dispatch.block_runner import NotReady
 from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
-from ..signature.argument_guard import CallSignatures
+from ..signature.argument_guard import CallSignatures, InputGuard, Match
 from .call_capture import Call, CallCapture, tensors_of
 from .capture_key import CallVariant, CaptureKey
 from .conditions import CaptureFailed, of_arguments, of_warm_call, of_weights
@@ -140,7 +140,7 @@ class ModelCapture:
         """
         _require(self._off or self._host.why_not())
         found = None if torch.is_grad_enabled() else self._calls.match(args, kwargs)
-        variant, inputs = found or self._describe(args, kwargs)
+        variant, _, inputs = found or self._describe(args, kwargs)
         _require(self._pool.capturer.why_not(variant.device))
         key = variant.key(self._model, self._facts)
         entry = self._cache.get(key, self._lease)
@@ -161,14 +161,14 @@ class ModelCapture:
         _require(of_weights(self._guard.weights, variant.device))  # type: ignore[arg-type]  # there where nothing refuses
         return Call(key, inputs, variant.device)
 
-    def _describe(self, args: tuple, kwargs: dict) -> tuple[CallVariant, Sequence[torch.Tensor]]:
-        """The variant of a call that is like no other, and its tensors."""
+    def _describe(self, args: tuple, kwargs: dict) -> Match:
+        """The variant of a call that is like no other."""
         inputs: list[torch.Tensor] = []
         spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
         _require(of_arguments(inputs))
-        variant = CallVariant(spec, inputs)
-        self._calls.signature_of(args, kwargs, spec, inputs, {}).add(variant, inputs)
-        return variant, inputs
+        variant, guard = CallVariant(spec, inputs), InputGuard(spec, inputs)
+        self._calls.signature_of(args, kwargs, spec, inputs, {}).add(variant, guard, inputs)
+        return variant, guard, inputs
 
     def _hold(self) -> Reason | None:
         """Hold the model's weights where they are streamed; why not, if that fails."""

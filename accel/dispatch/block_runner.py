@@ -134,14 +134,13 @@ class BlockRunner:
         match = self._inline.match(args, kwargs, self._is_captured) if self._lora is None or self._is_bare() else None
         if match is None:
             return self._call_unmatched(inner, args, kwargs)
-        resolved, tensors, given = match
-        guard = resolved.guard
+        resolved, guard, tensors, given = match
         guard.counter.hits += 1
         self.ways.add(COMPILED)
         if observer is not None:
             observer.used.append((resolved.entry, resolved.graph, guard.counter))
         try:
-            out = guard.run(tensors)
+            out = (guard.fast_run or resolved.graph.run)(tensors)
             for at in guard.copied:
                 out = _copy_back(out, tensors[at - len(given)], given[at])
             return out

@@ -82,13 +82,13 @@ class GraphGuard(InputGuard):
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(changed, [extent(tensor) for tensor in given]) if changed else []
         self._graph = resolved.graph
-        self.run: Run = self._watched
-        """Runs the graph with what it takes, in the fastest way that is known."""
+        self.fast_run: Run | None = self._watched
+        """Runs the graph with what it takes, faster than `graph.run`; None where nothing does."""
 
     def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
         facts = self._graph.facts
-        out, lean = watched(self._graph.run, tensors, [facts.weights + at for at in facts.changed])
-        self.run = lean or self._graph.run
+        changed = [facts.weights + at for at in facts.changed]
+        out, self.fast_run = watched(self._graph.run, tensors, changed)
         return out
 
     def prepare_inputs(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
@@ -144,9 +144,9 @@ class InlineCache:
 
     def match(
         self, args: tuple, kwargs: dict[str, Any], captured: bool
-    ) -> tuple[ResolvedGraph, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
-        """The graph that runs a call like this one, what it takes now, and the inputs as they were given; None where
-        there is none.
+    ) -> tuple[ResolvedGraph, GraphGuard, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
+        """The graph that runs a call like this one, the guard that recognised it, what the graph takes now, and the
+        inputs as they were given; None where there is none.
 
         captured: as in `find`.
         """
@@ -157,12 +157,11 @@ class InlineCache:
             found = None if block is None else block.match(args, kwargs, captured)
             if found is None:
                 return None
-            resolved, given = found
+            resolved, guard, given = found
             slots = self._slots
             weights = self._weights.take(given) if slots is None else tuple(map(getitem, *slots))
         except (RunEagerly, UnsupportedArgument):
             return None  # raised again when the call is described
-        guard = resolved.guard
         if not block.check_weights(*weights):
             return None
         if (block.wants_gradients or guard.wants_gradients) and torch.is_grad_enabled():
@@ -170,7 +169,7 @@ class InlineCache:
         if resolved not in self._usable and (resolved.verdict is not None or not self._may_use(resolved)):
             return None
         inputs = guard.prepare_inputs(given)
-        return None if inputs is None else (resolved, (*weights, *inputs), given)
+        return None if inputs is None else (resolved, guard, (*weights, *inputs), given)
 
     def verdict(self, call: Call, captured: bool) -> Reason | None:
         """Why calls like this one do without their graph, where that is known before the weights are taken.
@@ -207,9 +206,9 @@ class InlineCache:
         if block is None or block.layouts != weights or not block.check_weights(*call.weights):
             block = known.blocks[path] = BlockGuard(call.weights, weights, self._replace)
         signature = block.signature_of(call.args, call.kwargs, call.spec, call.given, graphs)
-        resolved.guard = GraphGuard(call, resolved)
+        guard = GraphGuard(call, resolved)
         for captured in filter(resolved.serves, (False, True)):
-            signature.add(resolved, call.given, captured)
+            signature.add(resolved, guard, call.given, captured)
 
     def add(self, call: Call, resolved: ResolvedGraph | None) -> None:
         """Run calls like this one with the graph from now on; None runs them eagerly."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class ResolvedGraph:
     captured: the call was one of those that will be captured. benchmarks: what is known of the graph beside the block;
         None where others' code, which must not run twice, is in there. pattern: of the call's sizes; None likewise.
     benchmark: times it against the block at about this size; None where nobody asked for that. elements: of the inputs.
-    guard: recognises later calls of that shape (`inline_cache.GraphGuard`); None until it was compared.
+    guards: recognise later calls of that shape (`inline_cache.GraphGuard`); none until it was compared.
     """
 
     entry: Entry
@@ -54,7 +54,7 @@ class ResolvedGraph:
     pattern: Pattern | None = None
     benchmark: Benchmark | None = None
     elements: int = 1
-    guard: Any = None
+    guards: dict[tuple, Any] = field(default_factory=dict)
 
     def serves(self, captured: bool) -> bool:
         """Whether it is what calls that will be captured run, or that will not: other times count for them."""

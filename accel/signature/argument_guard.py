@@ -18,6 +18,9 @@ _MOST_SIGNATURES = 8
 
 Known = dict[tuple, Any]
 
+Match = tuple[Any, "InputGuard", Sequence[torch.Tensor]]
+"""What is known of a call, the guard that recognised it, and its tensors, as `flatten` orders them."""
+
 
 class CallSignatures:
     """The ways in which something was called, and what is known of such calls: is this one like an earlier one?
@@ -30,8 +33,8 @@ class CallSignatures:
         self._replace = replace
         self._signatures: tuple[CallSignature, ...] = ()
 
-    def match(self, args: tuple, kwargs: dict[str, Any], captured: bool = False) -> tuple[Any, Sequence] | None:
-        """What is known of such a call, and its tensors, as `flatten` orders them; None for one like no other.
+    def match(self, args: tuple, kwargs: dict[str, Any], captured: bool = False) -> Match | None:
+        """What is known of such a call; None for one like no other.
 
         captured: as for `CallSignature.add`. Raises what `replace` and `flatten` do.
         """
@@ -70,7 +73,7 @@ class CallSignature:
         known: Known,
     ):
         self.spec, self._known = spec, known
-        self._latest: dict[bool, Any] = {}
+        self._latest: dict[bool, tuple[Any, InputGuard]] = {}
         self._replace = replace
         self._count, self._names = len(args), tuple(kwargs)
         self._numbers = tree_spec.number_indices(spec)
@@ -80,7 +83,7 @@ class CallSignature:
             tensors_at, self._sizes, self._fixed, self._replaced = places
             self._get_tensors = items_at(tensors_at)
 
-    def match(self, args: tuple, kwargs: dict[str, Any], captured: bool) -> tuple[Any, Sequence[torch.Tensor]] | None:
+    def match(self, args: tuple, kwargs: dict[str, Any], captured: bool) -> Match | None:
         """As `CallSignatures.match`, of calls that are made so."""
         arguments = self._flatten(args, kwargs)
         if arguments is None:
@@ -91,23 +94,26 @@ class CallSignature:
             given = list(tensors)
             for at, size in zip(self._numbers, numbers, strict=True):
                 given.insert(at, tree_spec.size_tensor(size))
-        known = self._latest.get(captured)
-        if known is None or not known.guard.check(tensors, numbers):
+        latest = self._latest.get(captured)
+        if latest is None or not latest[1].check(tensors, numbers):
             try:
                 known = self._known.get((layouts_of(given), captured))
+                guard = None if known is None else known.guards.get(_traits_of(given))
             except AttributeError:  # something else in a tensor's place
                 return None
-            if known is None or known.guard is None or not known.guard.check(tensors, numbers):
+            if guard is None or not guard.check(tensors, numbers):
                 return None
-            self._latest[captured] = known
-        return known, given
+            latest = self._latest[captured] = known, guard
+        return *latest, given
 
-    def add(self, known: Any, tensors: Sequence[torch.Tensor], captured: bool = False) -> None:
-        """Calls with such tensors are matched with this from now on, by its `guard` (`InputGuard`).
+    def add(self, known: Any, guard: InputGuard, tensors: Sequence[torch.Tensor], captured: bool = False) -> None:
+        """Calls with such tensors are matched with this from now on, by the guard, which goes to its `guards`.
 
         captured: the call is one of those that will be captured; others may be known otherwise.
         """
-        self._known[layouts_of(tensors), captured] = self._latest[captured] = known
+        known.guards[_traits_of(tensors)] = guard
+        self._known[layouts_of(tensors), captured] = known
+        self._latest[captured] = known, guard
 
     def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Sequence[torch.Tensor], tuple[int, ...]] | None:
         """The tensors among the call's arguments and the sizes of those that stand for whole numbers, or None if it
@@ -152,10 +158,12 @@ class InputGuard:
 
 
 def layouts_of(tensors: Sequence[torch.Tensor]) -> tuple:
-    """What a guard asks of each of the tensors."""
-    return tuple(
-        [(t.shape, t.stride(), t.dtype, t.device, type(t), t.is_inference(), t.requires_grad) for t in tensors]
-    )
+    return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+def _traits_of(tensors: Sequence[torch.Tensor]) -> tuple:
+    """What else a guard asks of each tensor; what mode torch is in does not change from call to call."""
+    return tuple([(type(t), t.is_inference(), t.requires_grad) for t in tensors])
 
 
 def _apart(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
