@@ -280,9 +280,9 @@ class _Process:
 def _begin() -> subprocess.Popen:
     names = _ENGINE.split(".")
     around = {name: list(sys.modules[name].__path__) for name in (".".join(names[:at]) for at in range(1, len(names)))}
-    quietly = {"creationflags": 0x08004000} if sys.platform == "win32" else {}  # no window, below normal priority
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    made = subprocess.Popen([sys.executable, "-c", _BEGIN], start_new_session=True, **pipes, **quietly)
+    quietly: Any = {"creationflags": 0x08004000} if sys.platform == "win32" else {}  # no window, below normal priority
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    made: Any = subprocess.Popen([sys.executable, "-c", _BEGIN], start_new_session=True, **pipes, **quietly)
     pickle.dump(([path for path in sys.path if path], around, f"{_ENGINE}.beside.worker"), made.stdin)
     return made
 

@@ -51,7 +51,7 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
         try:
             if lacking is not None:
                 raise torch_internals.Lacking(f"this torch has no {lacking}")
-            answer = _compiled(**jobs.get())
+            answer: tuple[bytes, str] | str = _compiled(**jobs.get())
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         answers.write(ANSWER)
@@ -88,7 +88,7 @@ def _compiled(
     sources: Sequence[str],
     switches: tuple,
     libraries: Iterable[str],
-    settings: Sequence[Mapping[str, Any]],
+    settings: Sequence[dict[str, Any]],
     threads: int,
     environment: Mapping[str, str],
 ) -> tuple[bytes, str]:

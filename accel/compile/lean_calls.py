@@ -70,7 +70,7 @@ def watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int] = 
         return out, None
     generated, given = calls[0]
     arguments, output = _arguments(given, tensors), _output(out, results[0], tensors, changed)
-    if None in (arguments, output):
+    if arguments is None or output is None:
         return out, None
     profiler, is_grad_enabled = torch.autograd.profiler, torch.is_grad_enabled
     increment_version = torch.autograd.graph.increment_version
@@ -111,9 +111,9 @@ def _output(out: Any, results: Any, tensors: Sequence[torch.Tensor], changed: Se
     if {id(value) for value in made} - {id(part) for part in parts} or len({*map(id, made)}) < len(made):
         return None
     places |= {id(tensors[at]): at - len(tensors) for at in changed if id(tensors[at]) not in places}
-    order = [places.get(id(part)) for part in parts]
-    if None in order:
+    if any(id(part) not in places for part in parts):
         return None
+    order = [places[id(part)] for part in parts]
     choose = items_at(order)
     if parts is not out:
         choose = operator.itemgetter(*order)

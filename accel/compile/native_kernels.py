@@ -64,8 +64,8 @@ def built_kernel(packed: str, end: str):
         is_there = False
     if not is_there:  # Windows replaces no library that some process has loaded
         write_atomic(path, content, make_dirs=True)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # there is a loader for this suffix
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules[name] = module
     return module.kernel

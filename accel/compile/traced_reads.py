@@ -161,7 +161,7 @@ class _Reads:
             return False
         return self._notes.has(state, name) or (name not in state and self._is_class_watched(type(holder), name))
 
-    def _is_class_watched(self, cls: type, name: str) -> bool:
+    def _is_class_watched(self, cls: type, name: Any) -> bool:
         """Whether the class has the attribute as its own, and it is watched or a library's."""
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)
         if owner is None or isinstance(vars(owner)[name], _DESCRIPTORS):

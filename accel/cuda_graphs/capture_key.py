@@ -67,10 +67,11 @@ class CallVariant:
 
     def __init__(self, spec: Spec, inputs: Sequence[torch.Tensor]):
         self.guards: dict[tuple, InputGuard] = {}
+        self._spec = spec
         self.device = next((tensor.device for tensor in inputs if tensor.numel()), None)
         # Not their strides: buffers are dense.
         self._inputs = tuple(BufferSpec(t.shape, t.dtype, t.device, is_channels_last(t)) for t in inputs)
-        self._spec, self._key = spec, None
+        self._key: CaptureKey | None = None
 
     def key(self, model: weakref.ref[torch.nn.Module], facts: Hashable) -> CaptureKey:
         """The key of such a call. model, facts: the same at every call of this method."""

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from ..beside.making import tell_if_late
 from ..cache.graph_cache import NoGraph
 from ..compile.backend import Pending
-from ..compile.benchmark import draws_again
+from ..compile.benchmark import Pattern, draws_again
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import Trouble
 from ..core.errors import Failure, pass_on, without_frames
@@ -387,7 +387,7 @@ class BlockRunner:
             compiled = partial(self._run_graph, call, resolved.graph)
             out = resolved.benchmark.call_one_way(compiled, eager, call.device, self._is_captured)
         else:
-            out = self._run_both_ways(call, resolved)
+            out = self._run_both_ways(call, resolved, resolved.pattern)
         if resolved.verdict is not None:
             fallbacks.note(self.kind.name, resolved.verdict)
         if not resolved.is_timed:
@@ -395,7 +395,7 @@ class BlockRunner:
             emit("probe_end", name=self.kind.name, gain=gain, reason=resolved.verdict)
         return out
 
-    def _run_both_ways(self, call: Call, resolved: ResolvedGraph) -> Any:
+    def _run_both_ways(self, call: Call, resolved: ResolvedGraph, pattern: Pattern) -> Any:
         """The graph's output; the block has copies of the inputs that it changes, which are compared too."""
         known, benchmark, changes = resolved.benchmarks, resolved.benchmark, resolved.graph.facts.changed
         given, draw_again = call.given, draws_again(call.device)
@@ -413,7 +413,7 @@ class BlockRunner:
             if any(not have_equal_values(call.inputs[index], given[index]) for index in strided):
                 excess = float("inf")
             known.is_last_compared |= self._region.is_last
-            return known.judge(resolved.pattern, excess)  # type: ignore[arg-type]  # compared, so there is one
+            return known.judge(pattern, excess)
 
         def compiled():
             draw_again()
@@ -428,7 +428,7 @@ class BlockRunner:
         if resolved.is_timed:
             out, changed = benchmark.call(compiled, eager, call.device, may_capture, difference)
         else:
-            out, changed = known.compare(resolved.pattern, compiled, eager, difference)  # type: ignore[arg-type]  # as above
+            out, changed = known.compare(pattern, compiled, eager, difference)
         for index, tensor in zip(changes, changed, strict=True):
             out = _copy_back(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class AddedWeights:
     """
 
     def __init__(self, block: torch.nn.Module, names: Sequence[str], wraps: Wraps):
-        index = {name: at for at, name in enumerate(names)}
+        index: Any = {name: at for at, name in enumerate(names)}
         parts = {part: f"{path}." if path else "" for path, part in wrapped_layers.modules(block, wraps)}
         self._wraps = wraps
         self._indices = {part: (index.get(f"{path}weight"), index.get(f"{path}bias")) for part, path in parts.items()}

@@ -147,11 +147,11 @@ class WholeCalls:
     def _left(self) -> dict[torch.nn.Module, Reason | None] | None:
         """The blocks that the last call left uncompiled, as calls like it will; None where it compared some, or called
         none."""
-        of_blocks = {block: runner.ways for block, runner in self.runners.items()}
+        of_blocks: dict[torch.nn.Module, set[Any]] = {block: runner.ways for block, runner in self.runners.items()}
         ways = set().union(*of_blocks.values())
         if not ways or COMPARED in ways:
             return None
-        return {block: next(iter(of)) for block, of in of_blocks.items() if of and COMPILED not in of}  # type: ignore[misc]  # no text is left
+        return {block: next(iter(of)) for block, of in of_blocks.items() if of and COMPILED not in of}
 
 
 class _Known:

@@ -223,10 +223,10 @@ class CodeReader:
         self.notes.watch_settings(name for name, *_ in settings)
         described.append(settings)
         own = {package_of(cls.__module__) for cls in classes}
-        for function in reached:
-            if function.filled and package_of(home_of(function.function)) not in own:
-                name = function.function.__qualname__
-                raise Indescribable(f"{name}, which keeps {function.filled[0]} from one call to the next")
+        for found in reached:
+            if found.filled and package_of(home_of(found.function)) not in own:
+                name = found.function.__qualname__
+                raise Indescribable(f"{name}, which keeps {found.filled[0]} from one call to the next")
         unread = never_read(set_anywhere, [function.function.__code__ for function in reached])
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
@@ -362,9 +362,8 @@ class _Function:
                 references.add(found)
 
     def _follow_namespace(self, path: str, value: types.ModuleType | type, is_library: bool) -> None:
-        is_module = isinstance(value, types.ModuleType)
-        is_class = not is_module and not issubclass(value, torch.nn.Module) and not of_library(value.__module__)
-        if value in self._namespaces or not (is_module or is_class):
+        is_passed_by = isinstance(value, type) and (issubclass(value, torch.nn.Module) or of_library(value.__module__))
+        if value in self._namespaces or is_passed_by:
             return
         self._namespaces.add(value)
         if isinstance(value, types.ModuleType):
@@ -397,7 +396,7 @@ class _Function:
             if len(value) > MAX_ITEMS:
                 references.opaque.add(f"a table of {len(value)} items")
                 return
-            scope = self.function.__globals__  # `torch.add` changes no items
+            scope: dict[Any, Any] = self.function.__globals__  # `torch.add` changes no items
             is_filled = any(not isinstance(scope.get(name), types.ModuleType) for name in self.facts.mutates)
             described = references.describe(value) if value and not is_filled else None
             if described is None:

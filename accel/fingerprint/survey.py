@@ -333,7 +333,8 @@ def survey(
             block.eager_reason = Reason("indescribable", what=what)
     described = [block for block in found if block.description is not None]
     eager = [block for block in found if block.description is None]
-    kinds = kinds_of([block.description for block in described], [block.shown for block in found], wraps)
+    descriptions = [block.description for block in found if block.description is not None]
+    kinds = kinds_of(descriptions, [block.shown for block in found], wraps)
     inside = {part for block in described for part in block.block.modules()}
     outside = tuple(part for part in model.modules() if part is not model and part not in inside)
     around = find_codes_run_by({model, *outside} - inside, inside)
@@ -341,8 +342,7 @@ def survey(
     changed_around = reader.notes.select_changed(around)
     counts, last = Counter(kinds), dict(zip(kinds, described, strict=True))
     regions, changed_by_model = [], {}
-    for block, kind in zip(described, kinds, strict=True):
-        description = block.description
+    for block, description, kind in zip(described, descriptions, kinds, strict=True):
         block.notes = _notes_of(block, wraps, description.read)
         if counts[kind] < min_repetitions:
             block.eager_reason = Reason("too_few_blocks", least=min_repetitions)

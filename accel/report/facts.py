@@ -74,9 +74,7 @@ def _image(run: Run) -> Fact:
     sampler = f" of {run.sampler}" if run.sampler and steps else ""
     tokens = f", prompt of {' and '.join(map(str, contexts))} tokens" if contexts else ""
     samplers = f" in {run.samplings} samplers" if run.samplings > 1 else ""
-    if run.failed and run.steps_done is None:
-        end = ", until it failed or was stopped"
-    elif run.failed:
+    if run.failed and run.steps_done is not None:
         end = f", until it was stopped after {counted(run.steps_done, 'step')}"
         line = [] if run.steps is None else [Reason("line_stopped", done=run.steps_done, steps=run.steps)]
     elif run.failed:

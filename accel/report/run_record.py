@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,7 +101,7 @@ class RunRecords:
             self._by_node: dict[str, Run] = {}  # of the last one, what each of its nodes took part in
             self._open: dict[int, list[_Open]] = {}
             self._compiling: dict[int, tuple[float, dict[str, Any]]] = {}  # by thread: since when, and what
-            self._owed: Counter[str] = Counter()
+            self._owed: dict[str, float] = defaultdict(float)
 
     def last(self) -> Run | None:
         """The run that ended last; None before the first."""
@@ -152,9 +152,9 @@ class RunRecords:
         run.owed = {run.model: self._owed[run.model]}
         is_next = run.prompt is not None and self._last is not None and self._last.prompt == run.prompt
         before = self._by_node if is_next else {}
-        now = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
-        self._by_node = {**before, **now}
-        run.lines = {node: line for node, whole in now.items() if (line := line_of(whole, node))}
+        wholes = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
+        self._by_node = {**before, **wholes}
+        run.lines = {node: line for node, whole in wholes.items() if (line := line_of(whole, node))}
         self._last = self._last.with_next(run) if is_next else run
         return run
 

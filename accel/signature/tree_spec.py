@@ -89,7 +89,7 @@ def flatten(
                 return ("same", index)
         tensors.append(value)
         return ("tensor",)
-    cls = type(value)
+    cls: type = type(value)
     if cls is int and value > _LARGEST:
         return ("value", value, repr(value))
     if is_size(value):
@@ -105,8 +105,8 @@ def flatten(
             value = replace(value)
         return ("dict", *[(key, flatten(item, tensors, replace, functions)) for key, item in value.items()])
     fields = _fields(cls)
-    has_all = fields is not None and all(hasattr(value, name) for name in fields)
-    if has_all and getattr(value, "__dict__", {}).keys() <= set(fields):
+    has_all = all(hasattr(value, name) for name in fields or ())
+    if fields is not None and has_all and getattr(value, "__dict__", {}).keys() <= set(fields):
         return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
     if isinstance(value, types.FunctionType):
         stand_in = STAND_INS.get(value.__module__, lambda function: None)(value)

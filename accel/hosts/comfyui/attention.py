@@ -61,8 +61,8 @@ class Override(RunsOthersCode, enum.Enum):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the override of this thread's call, where a block runs uncompiled with simplified options."""
-        options = begun()
-        return options[OVERRIDE](*args, **{**kwargs, "transformer_options": options})  # type: ignore[index]  # begun
+        options: Any = begun()
+        return options[OVERRIDE](*args, **{**kwargs, "transformer_options": options})
 
 
 def begin(options: dict[str, Any] | None) -> None:
@@ -264,8 +264,8 @@ def _attention(place: str) -> Callee:
 
 def _replaced_attention(name: str) -> Callee:
     """The function that is in the place of the attention of this thread's block."""
-    options = begun()
-    function = _replacing(name, options)  # type: ignore[arg-type]  # begun
+    options: Any = begun()
+    function = _replacing(name, options)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: dict[str, Any]) -> Any:
         given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")}

@@ -37,7 +37,8 @@ def as_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
 
     It stays an instance of its class. A view of a view replaces it; a view's clones are views.
     """
-    copied.__class__ = _view_class(getattr(type(copied), "_accel_base", type(copied)), prefixes)  # type: ignore[arg-type]  # a class is hashable
+    base: type = getattr(type(copied), "_accel_base", type(copied))
+    copied.__class__ = _view_class(base, prefixes)
     copied._accel = around
     return copied
 

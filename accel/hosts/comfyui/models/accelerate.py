@@ -219,7 +219,7 @@ class Run:
     def emit_totals(self, is_finished: bool) -> None:
         """Emit "run_calls" for the record of the run, once its lease is over."""
         runners = [runner for model in self.models.values() for runner in model.calls.runners.values()]
-        captures = [model.captured.capture for model in self.models.values() if model.captured is not None]
+        captures: list[Any] = [model.captured.capture for model in self.models.values() if model.captured is not None]
         calls = [*(model.calls for model in self.models.values()), *(capture.blocks for capture in captures)]
         eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(one.end() for one in calls)
         if is_finished and runners and not (eager_calls or self.lease.calls or self.lease.replays):

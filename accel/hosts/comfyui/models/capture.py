@@ -67,7 +67,7 @@ def begin(
     settings: CompileSettings,
     cache: GraphCache,
     lease: Lease,
-    layers: Mapping[torch.nn.Module, Layer],
+    layers: Mapping[torch.nn.Module, Any],
 ) -> CapturedModel:
     """Captures for one run of a BaseModel. layers: those of its blocks and of its network."""
     if cache is shared:

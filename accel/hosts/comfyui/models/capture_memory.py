@@ -29,9 +29,9 @@ _SHARE = 8
 class CapturedCalls(torch.nn.Module):
     """The model of our entry; core's log shows this class name. Keeps neither the cache nor any model alive."""
 
-    def __init__(self, cache: GraphCache, device: torch.device):
+    def __init__(self, cache: weakref.ref[GraphCache], device: torch.device):
         super().__init__()
-        self._cache = weakref.ref(cache)
+        self._cache = cache
         self.device = device
 
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ def let_core_take_memory(cache: GraphCache) -> None:
     def enter(device: torch.device) -> None:
         try:
             if device not in patchers:
-                patchers[device] = _Patcher(CapturedCalls(weak(), device), device, torch.device("cpu"))  # type: ignore[arg-type]  # it makes this call
+                patchers[device] = _Patcher(CapturedCalls(weak, device), device, torch.device("cpu"))
             known = comfy.model_management.current_loaded_models
             if any(entry.model is patchers[device] for entry in known):
                 return

@@ -37,7 +37,8 @@ def apply_deep_cache(
     When the settings skip nothing, the clone samples as without this pack. made_by: the class of the node that shows
     what was skipped; choices: what tells it from others of that class before the sampler (`find_upstream_node`).
     """
-    clone, wrappers = model_patcher.clone(), {}
+    clone = model_patcher.clone()
+    wrappers: dict[Any, Callable[..., Any]] = {}
     if not settings.is_off:
         wrappers = {
             WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, made_by, choices),

@@ -139,7 +139,7 @@ class StreamedWeights:
         ]
         # What these do to a weight belongs to each use of it, and core applies them where it brings one.
         self._is_patched = any(getattr(part, name, None) for part, _, _ in self._parts for name in _FUNCTIONS)
-        self._taken: Sequence[torch.Tensor] | None = None
+        self._taken: Any = None  # the weights, while they are taken
         self._refusal: Reason | None = None
         self._pins = Pins()
         self._brought: list[torch.nn.Module] = []
@@ -175,8 +175,8 @@ class StreamedWeights:
             raise
         except Exception as error:
             self.release()
-            is_ours = isinstance(error, RunEagerly)
-            self._refusal = error.reason if is_ours else Reason("weights_not_taken", error=one_line(error))
+            other = Reason("weights_not_taken", error=one_line(error))
+            self._refusal = error.reason if isinstance(error, RunEagerly) else other
 
     def _take_all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._is_patched:
