@@ -168,16 +168,16 @@ def test_failure_at_any_stage_leaves_the_call_eager_with_one_reason_and_others_c
     model, cache = toy()
     free = free_bytes()
 
-    def fail_from_here():
+    def fail_from_here(*of):
         device.fail(function, before, calls, error=2 if function == MALLOC else 700)
         monkeypatch.undo()
-        return cuda._no_workspaces()
+        return cuda._apart_from_others(*of)
 
     with replays(model, cache) as call:
-        monkeypatch.setattr(cuda, "_no_workspaces", fail_from_here)
+        monkeypatch.setattr(cuda, "_apart_from_others", fail_from_here)
         assert not any([call(*inputs(tokens=7)) for _ in range(6)])
         device.fail("")
-        assert cuda._no_workspaces is not fail_from_here and len(reasons()) == 1
+        assert cuda._apart_from_others is not fail_from_here and len(reasons()) == 1
     assert not torch.cuda.is_current_stream_capturing()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     with replays(model, cache) as call:
