@@ -18,7 +18,7 @@ _MOST_SIGNATURES = 8
 
 Known = dict[tuple, Any]
 
-Match = tuple[Any, "InputGuard", Sequence[torch.Tensor]]
+Match = tuple[Any, Any, Sequence[torch.Tensor]]
 """What is known of a call, the guard that recognised it, and its tensors, as `flatten` orders them."""
 
 
