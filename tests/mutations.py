@@ -319,8 +319,8 @@ TABLE = r'''
 +denoised
 # skipped step that gives a sampler the parts of the last full one
 @ comfyui/test_deep_cache_samplers.py::test_samplers_that_go_by_both_predictions_get_both_in_skipped_steps
--parts = zip(_PARTS, run.forecast_parts(x), strict=True)
-+parts = ()
+-foretold = zip(_PARTS, run.forecast_parts(x), strict=True)
++foretold = ()
 # steps skipped beside a node that skips some itself
 @ comfyui/test_deep_cache_beside_other_nodes.py::test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone
 -if CORE_CACHE in model_options.get("transformer_options", {}):
@@ -338,12 +338,12 @@ TABLE = r'''
 -        torch.is_deterministic_algorithms_warn_only_enabled(),
 # graph run though the types of weights have changed
 @ unit/test_inline_cache.py::test_weights_that_are_others_are_noticed_in_mid_run_and_in_the_next
--            if not own.check(*weights):
--                return None
+-        if not block.check_weights(*weights):
+-            return None
 # survey kept though a weight is stored otherwise
 @ unit/test_kept_surveys.py::test_whatever_a_survey_rests_on_is_noticed_when_it_changes
--for of, kept in self._kept if kept.layout.is_current(model)]
-+for of, kept in self._kept]
+-return None if self._are_stored_as_before() else "how weights are stored"
++return None
 # blocks compiled that a model has too few of
 @ unit/test_survey.py::test_equal_blocks_are_one_kind_and_the_count_decides
 -if counts[kind] < min_repetitions:
@@ -451,9 +451,9 @@ TABLE = r'''
 # graph dropped since memory ran out in one call
 @ unit/test_shared_graphs.py::test_graph_stays_whatever_happens_in_one_call
 -        elif not failure.is_shortage:
--            self._reject
+-            cache, graph =
 +        else:
-+            self._reject
++            cache, graph =
 # function compiled that reads another block's setting
 @ unit/test_given_functions.py::test_function_that_reads_a_setting_of_the_block_it_is_given_is_left_as_it_is
 -            if any(map(code.may_read, names)):
