@@ -87,7 +87,7 @@ def answers(stand_in, block):
 
 
 def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for_bit(
-    tmp_path, block, shared, monkeypatch, caplog
+    tmp_path, block, shared, one_for_all, monkeypatch, caplog
 ):
     caplog.set_level("INFO", "accel")
     monkeypatch.setattr(report_log, "_has_begun", True)
@@ -105,7 +105,7 @@ def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for
     caplog.clear()
     assert fallbacks.counts() == {("Block", Reason("compiling_beside")): 1}
     assert wait(there) == 1
-    began = subprocess.run(["pgrep", "-P", str(process._running.pid)], capture_output=True)
+    began = subprocess.run(["pgrep", "-P", str(one_for_all._running.pid)], capture_output=True)
     assert began.stdout == b""  # such as torch's pool of compilers, 600 MB
     fallbacks.clear()
     assert all(map(torch.equal, answers(stand_in, block), expected))
