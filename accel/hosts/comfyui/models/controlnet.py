@@ -90,10 +90,10 @@ class _Calls:
         name = next((name for name in _NETWORKS if attributes.get(name) is not None), None)
         network = attributes[name] if name else None
         if self._run is None or self._run.network is not network:
-            reason = None if isinstance(network, torch.nn.Module) and type(type(network)) is type else "no_network"
-            reason = "compiled_already" if reason is None and is_compiled(network) else reason
-            if reason is not None:
-                fallbacks.note(type(self._control).__name__, Reason(reason))
+            is_network = isinstance(network, torch.nn.Module) and type(type(network)) is type
+            if not is_network or is_compiled(network):
+                reason = Reason("compiled_already") if is_network else Reason("no_network")
+                fallbacks.note(type(self._control).__name__, reason)
                 return self.own("get_control", *args, **kwargs)
             self._end()
             lease = self._cache.begin_lease()
