@@ -194,14 +194,14 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], w
     if is_data(form.cls):
         try:
             attributes, added = _attributes(weight)
+            if attributes != form.context or added != form.added:
+                raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
+            with torch._C.DisableTorchFunctionSubclass():
+                tensors.append(weight.data)
+            if added is not None and with_factors:
+                tensors.extend(ADDS[added].low_rank(vars(weight)[added], weight))
         except Opaque as why:
             raise RunEagerly(Reason("indescribable", what=f"a weight is stored as a {why}")) from None
-        if attributes != form.context or added != form.added:
-            raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
-        with torch._C.DisableTorchFunctionSubclass():
-            tensors.append(weight.data)
-        if added is not None and with_factors:
-            tensors.extend(ADDS[added].low_rank(vars(weight)[added], weight))
         return
     names, context = weight.__tensor_flatten__()
     if len(names) != len(form.parts) or context != form.context:
