@@ -15,7 +15,7 @@ _PYTHONS = (
 """Where ComfyUI's Python may be, from the pack's folder."""
 
 
-def _of_comfyui():
+def _find_comfyui_python():
     """What to run in place of a Python without PyTorch."""
     found = [os.path.join(*parts) for parts in _PYTHONS if os.path.isfile(os.path.join(_PACK, *parts))]
     python = [*found, os.path.join(*_PYTHONS[0]) if os.name == "nt" else "PATH_TO_ITS_PYTHON"][0]
@@ -30,7 +30,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments == ["doctor"]:
         if importlib.util.find_spec("torch") is None:
-            print(_of_comfyui(), file=sys.stderr)
+            print(_find_comfyui_python(), file=sys.stderr)
             return 1
         from .hosts import doctor
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..accel.core.sentences import counted
+from ..accel.core.sentences import count_nouns
 from ..accel.hosts.comfyui.server.panel import clear
 from ..accel.hosts.comfyui.versions import make_input, schema
 
@@ -44,5 +44,7 @@ class AccelClearGraphCache(io.ComfyNode):
     @classmethod
     def execute(cls, anything=None) -> io.NodeOutput:
         cleared = clear()
-        text = f"{counted(cleared['dropped'], 'compiled graph')} dropped, {cleared['bytes'] / 2**20:.1f} MB of code."
+        text = (
+            f"{count_nouns(cleared['dropped'], 'compiled graph')} dropped, {cleared['bytes'] / 2**20:.1f} MB of code."
+        )
         return io.NodeOutput(anything, text)

@@ -7,7 +7,7 @@ from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.running_prompt import is_missing_input
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.hosts.comfyui.views import uncompiled_vae
+from ..accel.hosts.comfyui.views import make_uncompiled_vae
 from ..accel.step_cache.config import QUALITIES
 
 
@@ -69,4 +69,4 @@ class AccelSpeedUp(io.ComfyNode):
         caching = QUALITIES[quality]
         if caching is not None:
             faster = apply_deep_cache(faster, caching, made_by="AccelSpeedUp", quality=quality)
-        return io.NodeOutput(faster, None if vae is None else uncompiled_vae(vae))
+        return io.NodeOutput(faster, None if vae is None else make_uncompiled_vae(vae))

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.hosts.comfyui.views import uncompiled_vae
+from ..accel.hosts.comfyui.views import make_uncompiled_vae
 
 
 class AccelVAESkipCompile(io.ComfyNode):
@@ -26,4 +26,4 @@ class AccelVAESkipCompile(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae) -> io.NodeOutput:
-        return io.NodeOutput(uncompiled_vae(vae))
+        return io.NodeOutput(make_uncompiled_vae(vae))

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..accel.cache.graph_cache import shared
-from ..accel.core.sentences import counted
+from ..accel.core.sentences import count_nouns
 from ..accel.hosts.comfyui.models.warm_up import parse_numbers, parse_sizes, warm_up
 from ..accel.hosts.comfyui.versions import make_input, schema
 
@@ -73,7 +73,7 @@ class AccelWarmUpGraphs(io.ComfyNode):
         before = shared.statistics()["compilations"]
         runs, seconds = warm_up(model, conditioning, *_parse_runs(sizes, batches, prompt_lengths))
         compiled = shared.statistics()["compilations"] - before
-        text = f"{counted(runs, 'run')} in {seconds:.1f} s, {counted(compiled, 'graph')} compiled."
+        text = f"{count_nouns(runs, 'run')} in {seconds:.1f} s, {count_nouns(compiled, 'graph')} compiled."
         return io.NodeOutput(model, text)
 
 

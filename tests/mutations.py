@@ -75,8 +75,8 @@ TABLE = r'''
 -        described.append(settings)
 # what a block keeps for its model is left out
 @ unit/test_traced_reads.py::test_what_a_block_keeps_for_its_model_is_kept
--never_read(names, (*codes, *read)) == names
-+never_read(names, codes) == names
+-find_unread_attributes(names, (*codes, *read)) == names
++find_unread_attributes(names, codes) == names
 # one size of a pattern stands for all
 @ unit/test_values_by_size.py::test_graph_that_is_wrong_at_another_size_is_not_used_there
 -SIZES = 2
@@ -124,8 +124,8 @@ TABLE = r'''
 +        layout = "contiguous" if strides else ""
 # kind without the form in which a weight is stored
 @ unit/test_kinds.py::test_sizes_and_types_in_weights_of_a_class_of_their_own_make_another_kind
--digest.update(repr((name, _stored(tensor, form, name, references, code.attributes))).encode())
-+_stored(tensor, form, name, references, code.attributes)
+-digest.update(repr((name, _describe_stored(tensor, form, name, references, code.attributes))).encode())
++_describe_stored(tensor, form, name, references, code.attributes)
 # saved graph found though its code has changed
 @ unit/test_store_key.py::test_files_of_the_code_are_in_the_key
 -(kind.digest, code, kind.weights, kind.varying, key.call,
@@ -176,8 +176,8 @@ TABLE = r'''
 +STEPS, LEAST = 4.0, 2**7
 # blocks with others' code never timed
 @ unit/test_opaque_layers.py::test_blocks_are_timed_by_turns_around_code_of_others_which_runs_once_in_each_call
--known.of(call.inputs, captured, one_way) if self._run.settings.measured else None
-+known.of(call.inputs, captured) if self._run.settings.measured and not one_way else None
+-known.get_or_create(call.inputs, captured, one_way) if self._run.settings.measured else None
++known.get_or_create(call.inputs, captured) if self._run.settings.measured and not one_way else None
 # output compared with its largest values and not with what the block adds
 @ unit/test_output_check.py::test_faults_are_found_in_bf16_though_a_block_adds_little
 -allowed = added.square().add_(adds)
@@ -247,8 +247,8 @@ TABLE = r'''
 +            is_shortage = isinstance(
 # LoRA added twice
 @ unit/test_wrapped_layers.py::test_one_graph_serves_the_block_whatever_is_around_its_layers
--                made[weight] = _plus(made[weight], item)
-+                made[weight] = _plus(_plus(made[weight], item), item)
+-                made[weight] = _add_update(made[weight], item)
++                made[weight] = _plus(_add_update(made[weight], item), item)
 # LoRA not added
 @ unit/test_wrapped_layers.py::test_one_graph_serves_the_block_whatever_is_around_its_layers
 -    if not added:
@@ -270,10 +270,10 @@ TABLE = r'''
 +    pass
 # dry run that goes on at an obstacle
 @ unit/test_model_capture.py::test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured
--._before(func, args, kwargs)
+-._check_operator(func, args, kwargs)
 -        if self.reason is not None:
--            raise Ended
-+._before(func, args, kwargs)
+-            raise CaptureStopped
++._check_operator(func, args, kwargs)
 # sizes of 1 taken for like others
 @ unit/test_specialization.py::test_a_graph_serves_a_batch_of_one_where_the_block_same_ops_with_with_it
 -        if self.calls != other.calls:
@@ -446,7 +446,7 @@ TABLE = r'''
 +"__setitem__ add appendleft
 # what a function closes over in no kind
 @ unit/test_code_hash.py::test_wrapper_around_a_method_counts_with_what_it_closes_over
--values = tuple(references.describe_default(value, function, name) for name, value in given_to(function))
+-values = tuple(references.describe_default(value, function, name) for name, value in held)
 +values = ()
 # graph dropped since memory ran out in one call
 @ unit/test_shared_graphs.py::test_graph_stays_whatever_happens_in_one_call
@@ -468,8 +468,8 @@ TABLE = r'''
 +is_short = number < FEW_STEPS
 # doctor that overlooks a missing compiler
 @ unit/test_doctor.py::test_what_is_missing_and_what_to_do_come_before_all_else_of_compiling
--lacking = backend_named(DEFAULT).missing() or toolchain.lacking(device)
-+lacking = backend_named(DEFAULT).missing()
+-lacking = backend_named(DEFAULT).find_missing() or toolchain.find_missing(device)
++lacking = backend_named(DEFAULT).find_missing()
 # size that is always rounded down
 @ unit/test_resolution.py::test_each_side_is_rounded_by_itself_and_the_change_is_said
 -(2 * side + multiple) // (2 * multiple)

@@ -60,7 +60,7 @@ importlib.import_module(name).main(jobs, answers)
 def is_possible() -> bool:
     """Whether the machine, and the container, have room for the process: a processor core, and memory of its own."""
     chosen = os.environ.get(VARIABLE, "").strip()
-    if _process.has_failed or chosen == "0" or torch_internals.lacking(torch_internals.BESIDE) is not None:
+    if _process.has_failed or chosen == "0" or torch_internals.find_missing(torch_internals.BESIDE) is not None:
         return False
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     psutil = sys.modules.get("psutil")  # which hosts have loaded
@@ -134,8 +134,8 @@ class _Making:
         answer = self.job.result()
         if isinstance(answer, str):
             raise RuntimeError(answer)
-        with generated_code.collected() as made, generated_code.own_settings():
-            self._run = generated_code.loaded(self.serialize())
+        with generated_code.collect_modules() as made, generated_code.own_settings():
+            self._run = generated_code.load_entry(self.serialize())
         self.modules += made
         return answer[1], generated_code.bytes_of(made)
 
@@ -186,7 +186,7 @@ def _job_of(graph: torch.fx.GraphModule, device: torch.device) -> dict[str, Any]
         "graph": stream.getvalue(),
         "device": device,
         "sources": [_source_of(size) for size in given if isinstance(size, torch.SymInt)],
-        "switches": switches.in_force(),
+        "switches": switches.read_switches(),
         "libraries": {operator.namespace for operator in operators},
         "settings": [_settings(each) for each in (config, of_autograd, torch.fx.experimental._config)],
         "threads": torch.get_num_threads(),
@@ -250,7 +250,7 @@ class _Process:
             try:
                 if self.has_failed:
                     raise EOFError("the process that compiles beside images has ended")
-                made = self._answered(job)
+                made = self._send(job)
                 if device == torch.device("cpu"):  # inductor asks when code is loaded, for minutes where it is cold
                     torch_internals.VECTORS.get(list)()
                 answer.set_result(made)
@@ -261,7 +261,7 @@ class _Process:
                 answer.set_exception(error)
             self.done += 1
 
-    def _answered(self, job: bytes) -> Any:
+    def _send(self, job: bytes) -> Any:
         running = self._running = self._running or _begin()
         began, limit = time.monotonic(), max(LIMIT, 3 * self._longest)
         watch = threading.Timer(limit, running.kill)

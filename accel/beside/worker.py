@@ -28,7 +28,7 @@ from .making import ANSWER, NodeName
 
 
 def main(asked: BinaryIO, answers: BinaryIO) -> None:
-    """Answer each job that is asked: `_compiled`'s result, or a text that says why not."""
+    """Answer each job that is asked: `_compile`'s result, or a text that says why not."""
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def read() -> None:
@@ -44,14 +44,14 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
     with suppress(AttributeError, OSError):  # where the system has neither
         if os.getloadavg()[0] + 1 < (os.cpu_count() or 1):
             os.nice(5)  # the image goes first; on a busy machine the process would get next to nothing
-    lacking = torch_internals.lacking(torch_internals.IN_WORKER)
+    lacking = torch_internals.find_missing(torch_internals.IN_WORKER)
     if lacking is None:
         _keep_off_devices()
     while True:
         try:
             if lacking is not None:
                 raise torch_internals.Lacking(f"this torch has no {lacking}")
-            answer: tuple[bytes, str] | str = _compiled(**jobs.get())
+            answer: tuple[bytes, str] | str = _compile(**jobs.get())
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         answers.write(ANSWER)
@@ -72,17 +72,17 @@ def _keep_off_devices() -> None:
             save(key(source), kernel)
 
     patterns = torch_internals.PATTERNS.get()
-    torch_internals.KERNEL_BUILDER.replaced(triton).start()
-    torch_internals.NO_CONTEXT.replaced(lambda device: None).start()
-    torch_internals.PATTERNS.replaced(lambda device: patterns(torch.device("cpu"))).start()  # else a number on it
-    torch_internals.PADDING_TIMES.replaced(_no_times).start()
+    torch_internals.KERNEL_BUILDER.replace(triton).start()
+    torch_internals.NO_CONTEXT.replace(lambda device: None).start()
+    torch_internals.PATTERNS.replace(lambda device: patterns(torch.device("cpu"))).start()  # else a number on it
+    torch_internals.PADDING_TIMES.replace(_refuse_timing).start()
 
 
-def _no_times(*_: Any) -> None:
+def _refuse_timing(*_: Any) -> None:
     raise RuntimeError("products would be timed on the device")
 
 
-def _compiled(
+def _compile(
     graph: bytes,
     device: torch.device,
     sources: Sequence[str],
@@ -94,8 +94,8 @@ def _compiled(
 ) -> tuple[bytes, str]:
     """Inductor's code for a traced graph, as torch's cache has it; and what that asks of sizes (`Facts.asked`).
 
-    device: that the code is for. sources: expressions for the sizes that the graph is given, in its order. switches:
-    `switches.in_force`. libraries: modules to import for operators. settings: of inductor, of autograd and of sizes.
+    device: that the code is for. sources: expressions for the sizes that the graph is given, in its order.
+    switches: `read_switches`. libraries: modules to import for operators. settings: of inductor, of autograd, of sizes.
     """
     from torch._functorch import config as of_autograd
     from torch._inductor import config

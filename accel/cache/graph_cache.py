@@ -94,7 +94,7 @@ class GraphCache:
             if entry is None:
                 self._require_room(key, lease)
                 entry = self._entries[key] = Entry(key, name, is_capture=action == "capture")
-                self._shrink(self._in_use() | {key})
+                self._shrink(self._leased_keys() | {key})
             self._touch(key)
             if lease is not None:
                 lease.add(entry)
@@ -250,7 +250,7 @@ class GraphCache:
         with self._lock:
             self._counts["compilations"] += 1
             self._sizes[entry.key] = graph.nbytes
-            self._shrink(self._in_use() | {entry.key})
+            self._shrink(self._leased_keys() | {entry.key})
 
     def _make(
         self, entry: Entry, compile_graph: Callable[[], CompiledGraph], lease: Lease | None, action: str
@@ -309,7 +309,7 @@ class GraphCache:
             entry.graphs.append(graph)
             entry.was_loaded = seconds is None
             entry.seconds += seconds or 0.0
-            self._shrink(self._in_use() | {entry.key})
+            self._shrink(self._leased_keys() | {entry.key})
 
     # From here on called with the lock held, except the last
 
@@ -319,7 +319,7 @@ class GraphCache:
         The size of a graph is known where it was compiled before. Where it is not, a run compiles no more once one
         did not fit.
         """
-        others = [self._entries[other] for other in self._in_use() - {key} if other in self._entries]
+        others = [self._entries[other] for other in self._leased_keys() - {key} if other in self._entries]
         if len(others) >= self._max_entries:
             raise NoGraph(key, Reason("cache_entries_full", kinds=self._max_entries))
         own = self._entries.get(key)
@@ -328,7 +328,7 @@ class GraphCache:
         if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self.max_bytes:
             raise NoGraph(key, Reason("cache_bytes_full", megabytes=f"{self.max_bytes / (1 << 20):.4g}"))
 
-    def _in_use(self) -> set[Hashable]:
+    def _leased_keys(self) -> set[Hashable]:
         return set().union(*(lease.keys for lease in self._leases))
 
     def _touch(self, key: Hashable) -> None:

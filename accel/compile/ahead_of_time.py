@@ -28,14 +28,14 @@ class AheadOfTime:
         """name: one that torch knows, such as "eager", or a function as `torch.compile` takes it."""
         self.name = name
 
-    def missing(self, device: str | None = None) -> Reason | None:
-        if (lacking := torch_internals.lacking(torch_internals.AHEAD_OF_TIME)) is not None:
+    def find_missing(self, device: str | None = None) -> Reason | None:
+        if (lacking := torch_internals.find_missing(torch_internals.AHEAD_OF_TIME)) is not None:
             return Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
-        return toolchain.lacking(device) if self.is_faster and device else None
+        return toolchain.find_missing(device) if self.is_faster and device else None
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
-        with generated_code.collected() as modules:
-            compiled = compile_function(function, tensors, _in_process(self.name))
+        with generated_code.collect_modules() as modules:
+            compiled = compile_function(function, tensors, _make_serializable(self.name))
         return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules))
 
 
@@ -97,7 +97,7 @@ def _sources_unread() -> Iterator[None]:
         if threading.get_ident() != thread:
             read(info, code)
 
-    with torch_internals.READ_SOURCE.replaced(add_code):
+    with torch_internals.READ_SOURCE.replace(add_code):
         yield
 
 
@@ -118,7 +118,7 @@ def random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         random.setstate(state)
 
 
-def _in_process(backend: str | Callable) -> Callable:
+def _make_serializable(backend: str | Callable) -> Callable:
     """The backend with its result wrapped as serializable, which compiling ahead of time asks of all of them."""
     make = torch_internals.LOOK_UP_BACKEND.get()(backend) if isinstance(backend, str) else backend
 

@@ -67,7 +67,7 @@ class Backend(Protocol):
     @property
     def load(self) -> Callable[[bytes, torch.nn.Module], Artifact] | None: ...
 
-    def missing(self, device: str | None = None) -> Reason | None:
+    def find_missing(self, device: str | None = None) -> Reason | None:
         """What this machine lacks to compile with it for a type of device; None where nothing is missing.
 
         device: None asks of torch alone.
@@ -80,5 +80,5 @@ class Backend(Protocol):
         The tensors are examples, of which nothing may be kept. Weights may be the model's own and must not be written
         to; inputs have no defined values. Dimensions marked by `torch._dynamo.maybe_mark_dynamic` may have any size in
         later calls. `guards` must refuse the sizes for which the code is wrong; those that torch itself fixes while it
-        traces the function are refused already (`specialization.Trace.fixed`).
+        traces the function are refused already (`specialization.Trace.find_fixed_sizes`).
         """

@@ -29,7 +29,7 @@ import torch
 from ..core.events import log
 from ..core.reasons import Reason
 from ..core.torch_internals import SLEEP
-from ..signature.output_check import beyond_rounding
+from ..signature.output_check import compare_to_rounding
 
 SIZES = 2
 """Sizes of one pattern that are compared: what a graph has of one of them shows at another."""
@@ -76,7 +76,7 @@ class Benchmark:
         self.calls: dict[int, Calls] = {}
         self._judged, self._stands = 0.0, ASKED_AGAIN
 
-    def at(self, elements: int) -> Calls:
+    def find_calls(self, elements: int) -> Calls:
         """What counts the calls with so many elements; the first are those that are compared."""
         return self.calls.get(elements) or self.calls.setdefault(elements, Calls(self, elements))
 
@@ -110,7 +110,7 @@ class Benchmark:
         eager: Callable[[], Any],
         device: torch.device,
         captured: bool = False,
-        difference: Callable[[Any, Any], float | None] = beyond_rounding,
+        difference: Callable[[Any, Any], float | None] = compare_to_rounding,
     ) -> Any:
         """The output of this call, from the compiled graph unless it is wrong.
 
@@ -209,7 +209,7 @@ class Benchmarks:
         self.is_last_compared = False
         self._compared: dict[bytes, set[Hashable]] = {}
 
-    def of(self, inputs: Sequence[torch.Tensor], captured: bool = False, one_way: bool = False) -> Benchmark:
+    def get_or_create(self, inputs: Sequence[torch.Tensor], captured: bool = False, one_way: bool = False) -> Benchmark:
         """The benchmark for calls of this power of two in size; of exactly this size where each is made one way only.
 
         captured: in calls of a model that are captured, where other times count on a CUDA device.
@@ -224,7 +224,7 @@ class Benchmarks:
         return Pattern(sizes, self._compared.setdefault(pattern_of(tensors) + bytes(dense), set()))
 
     def judge(self, pattern: Pattern, excess: float | None) -> float | None:
-        """Note how far a call of the pattern was beyond rounding (`beyond_rounding`), and return it."""
+        """Note how far a call of the pattern was beyond rounding (`compare_to_rounding`), and return it."""
         if excess is not None:
             self.wrong = Reason("wrong_output", times=f"{excess:.1f}")
         pattern.compared.add(pattern.sizes)
@@ -308,7 +308,7 @@ def _time_each(
     host: as it was the last time. A CUDA device pauses for twice as long before them, and so works without gaps.
     """
     if device.type != "cuda":
-        return [_timed(call, device) for call in calls], 0.0
+        return [_time(call, device) for call in calls], 0.0
     outs, seconds = [], []
     with torch.cuda.device(device):
         moments = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
@@ -327,7 +327,7 @@ def _time_each(
     return list(zip(outs, counted, strict=True)), sum(seconds)
 
 
-def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+def _time(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     wait = torch.accelerator.synchronize if device.type not in ("cpu", "meta") else lambda device: None
     wait(device)
     started = time.perf_counter()

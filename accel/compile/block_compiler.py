@@ -28,12 +28,12 @@ from ..core.errors import cause_among, one_line, pass_on
 from ..core.events import emit, log
 from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
-from ..fingerprint.code_hash import ReadCode, is_of_program, unread_code
+from ..fingerprint.code_hash import ReadCode, find_unread_code, is_of_program
 from ..fingerprint.kept_state import KeepsState, others_may_keep, refuse_kept_state
 from ..fingerprint.kinds import Kind
 from ..kernels.convolution import leave_to_library
 from ..modules.code_owner import owner_of
-from ..modules.stored_form import restored
+from ..modules.stored_form import restore_weights
 from ..signature import switches, tree_spec
 from ..signature.tensors import PLAIN_TENSORS, empty_dense_like, storage_of
 from .ahead_of_time import random_numbers_kept
@@ -89,7 +89,7 @@ def compile_block(
     compiler = compiler or backend_named(call.backend)
     kind, weights, inputs = call.kind, call.weights, call.inputs
     device = next((tensor.device.type for tensor in (*inputs, *weights) if tensor.ndim), None)
-    if (missing := compiler.missing(device)) is not None:
+    if (missing := compiler.find_missing(device)) is not None:
         raise CompileFailed(missing)
     if kind.forms and others_may_keep(code.codes if code else (), template):
         raise CompileFailed(Reason("others_may_keep"))
@@ -98,12 +98,12 @@ def compile_block(
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
     block = _Block(template, kind, call.spec, interrupts, *_code_of(code), tracing, code)
-    larger_ones = list(_lifted(inputs, call.spec)) if call.any_size and lifts else []
+    larger_ones = list(_lift_batches(inputs, call.spec)) if call.any_size and lifts else []
     for given in (*larger_ones, inputs):
         trace = Trace()
         examples, static_ones = _examples(given, [tensor.device for tensor in inputs], call.any_size)
         try:
-            with _released(examples), _example_weights(weights, kind) as of_weights:
+            with _free_at_end(examples), _example_weights(weights, kind) as of_weights:
                 tensors = (*of_weights, *examples)
                 artifact, fixed = _compile(block, tensors, call.any_size, compiler, trace)
             break
@@ -111,7 +111,7 @@ def compile_block(
             if given is inputs or not failed.is_of_compiler or trace.is_whole:
                 raise
             log.debug("%s is not traced at larger sizes: %s", kind.name, failed.reason)
-    unread = None if code is None else unread_code(trace.codes, code.codes | tree_spec.makers(call.spec))
+    unread = None if code is None else find_unread_code(trace.codes, code.codes | tree_spec.makers(call.spec))
     if unread is not None:
         artifact.release()
         file = os.path.basename(unread.co_filename)
@@ -125,7 +125,7 @@ def compile_block(
         dynamic=call.any_size,
         values=call.values,
         fixed=(*of_weights, *(item for item in fixed if item[0] >= len(weights))),
-        grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, given)),
+        grown=tuple((i + len(weights), d, size) for i, d, size in _find_grown_sizes(inputs, given)),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
     block.code = None  # it refers to the model, as no graph may
@@ -173,7 +173,7 @@ def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.M
     """template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else partial(artifact.save, template)
     made = artifact.run, artifact.guards, facts, artifact.nbytes, save
-    graph = CompiledGraph(*made, with_ones=block.with_ones, pending=artifact.pending)
+    graph = CompiledGraph(*made, with_ones=block.find_conditions_on_ones, pending=artifact.pending)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 
@@ -196,7 +196,7 @@ class _Block:
     code: ReadCode | None = None
     general: Trace | None = None
 
-    def with_ones(self, ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> str | None:
+    def find_conditions_on_ones(self, ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> str | None:
         """The conditions (`Trace.asked`) on other sizes under which the block treats these sizes of 1 like any others;
         None where it does not.
 
@@ -204,17 +204,17 @@ class _Block:
         """
         devices = [tensor.device for tensor in ones[len(self.kind.tensors) :]]
         try:
-            self.general = self.general or self._traced(twos, devices)
-            traced = self._traced(ones, devices)
+            self.general = self.general or self._trace(twos, devices)
+            traced = self._trace(ones, devices)
         except CompileFailed as failed:
             log.debug("%s is not traced with sizes of 1: %s", self.kind.name, failed.reason)
             return None
         return traced.asked if traced.does_as(self.general, ones) else None
 
-    def _traced(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Trace:
+    def _trace(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Trace:
         trace, count = Trace(), len(self.kind.tensors)
         examples, _ = _examples(tensors[count:], devices, True)
-        with self.tracing(), _released(examples), _example_weights(tensors[:count], self.kind) as of_weights:
+        with self.tracing(), _free_at_end(examples), _example_weights(tensors[:count], self.kind) as of_weights:
             given = (*of_weights, *examples)
             artifact, _ = _compile(self, given, True, backend_named("eager"), trace, is_kept=False)
         artifact.release()
@@ -240,8 +240,8 @@ def _compile(  # type: ignore[return]  # the last round returns or raises
         function = _block_function(block, trace, is_kept)
         try:
             devices = (tensor.device for tensor in tensors)
-            with _one_at_a_time, random_numbers_kept(devices), _tracing(any_size, oblivious, block.settings):
-                return backend.compile(function, tensors), trace.fixed(tensors)
+            with _one_at_a_time, random_numbers_kept(devices), _set_trace_options(any_size, oblivious, block.settings):
+                return backend.compile(function, tensors), trace.find_fixed_sizes(tensors)
         except Exception as error:
             pass_on(error, (*block.interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
@@ -266,7 +266,7 @@ def _reason_of(error: Exception) -> Reason:
     return Reason("untraceable", what=what, function=frames[-1].name, owner=owner_of(frames[-1].filename))
 
 
-def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
+def _assume_bounds(inputs: Sequence[torch.Tensor]) -> None:
     """Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound."""
     for tensor in inputs:
         for size in tensor.shape:
@@ -302,7 +302,7 @@ def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
 
     def stored(*tensors):
         args, kwargs = tree_spec.rebuild(spec, tensors[count:], closed_over := [])
-        weights = dict(zip(names, restored(forms, tensors[:count]), strict=True))
+        weights = dict(zip(names, restore_weights(forms, tensors[:count]), strict=True))
         own = list(weights.values())
         tables = nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers()
         with tables, nullcontext() if trace.is_whole else trace.recorder():
@@ -333,7 +333,7 @@ def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
     # nobody else's in this process: by that torch knows what sizes other calls had.
     begin, end = _ends_of(trace, of, count, is_kept)
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
-    scope |= {"bound_sizes": _bound_sizes, "begin": begin, "end": end}
+    scope |= {"bound_sizes": _assume_bounds, "begin": begin, "end": end}
     function = block
     if forms:
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.
@@ -352,11 +352,11 @@ class _TablesAsNumbers(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, self._made, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._make_plain, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     @staticmethod
-    def _made(tensor: torch.Tensor) -> torch.Tensor:
+    def _make_plain(tensor: torch.Tensor) -> torch.Tensor:
         is_table = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
         return torch.tensor(tensor.tolist(), dtype=tensor.dtype) if is_table else tensor
 
@@ -380,11 +380,11 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[li
         seen.add(storage)
     for index, dimension in kind.varying:
         torch_internals.MARK_DYNAMIC.get()(examples[index], dimension)
-    with _released(stand_ins):
+    with _free_at_end(stand_ins):
         yield examples
 
 
-def _lifted(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Iterator[list[torch.Tensor]]:
+def _lift_batches(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Iterator[list[torch.Tensor]]:
     """Layouts of the inputs in a batch of 2, without a 1 on which the compiler would specialise, the likeliest first;
     none where the batch is not 1.
 
@@ -405,7 +405,7 @@ def _lifted(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Iterator[li
         yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
-def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int]]:
+def _find_grown_sizes(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int]]:
     """(input, dimension, size) of the numbers of rows above 1 that are twice as large in the lifted inputs."""
     for index, (tensor, larger) in enumerate(zip(inputs, lifted, strict=True)):
         if tensor.ndim and tensor.shape[0] > 1 and larger.shape[0] == 2 * tensor.shape[0]:
@@ -429,7 +429,7 @@ def _examples(
 
 
 @contextmanager
-def _released(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _free_at_end(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Frees their memory at the end: torch leaves them in cycles, which may outlast the image."""
     try:
         yield examples
@@ -440,10 +440,10 @@ def _released(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _tracing(dynamic: bool, oblivious: bool, watched: frozenset[str] | None):
+def _set_trace_options(dynamic: bool, oblivious: bool, watched: frozenset[str] | None):
     """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious).
 
-    watched: as for `switches.as_constants`.
+    watched: as for `switches.treat_as_constants`.
     """
     config = torch.fx.experimental._config
     settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
@@ -451,15 +451,15 @@ def _tracing(dynamic: bool, oblivious: bool, watched: frozenset[str] | None):
     with (
         torch._dynamo.config.patch({numpys: True} if hasattr(torch._dynamo.config, numpys) else {}),
         config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
-        _repeated_at_any_size(),
+        _repeat_at_any_size(),
         _slices_as_defaults(),
-        switches.as_constants(watched),
+        switches.treat_as_constants(watched),
     ):
         yield
 
 
 @contextmanager
-def _repeated_at_any_size():
+def _repeat_at_any_size():
     """A context in which repeating a mask for every head leaves its size dynamic; torch would fix it by a check."""
     own, is_inherited = torch.Tensor.repeat_interleave, "repeat_interleave" not in vars(torch.Tensor)
 

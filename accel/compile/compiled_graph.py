@@ -35,7 +35,7 @@ class Facts:
     weights: how many of the tensors are weights; the inputs follow.
     changed: indices of the inputs that the block writes to, the first input being 0.
     dynamic: the graph serves any size.
-    values: the numbers and texts among the call's arguments that are compiled in (`tree_spec.without_values`).
+    values: the numbers and texts among the call's arguments that are compiled in (`tree_spec.remove_values`).
     fixed: (tensor, dimension, size) of the sizes that the graph is specialised on: its weights', and others that it
         fixed though they might vary.
     grown: (tensor, dimension, size) of the sizes above 1, in the call it was made for, that a batch of 2 doubles.
@@ -73,7 +73,7 @@ class CompiledGraph:
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     identity: what it is saved under (`GraphStore.identify`). saved_as: its name in the store, where it is there.
     pending: its code, which is being made beside; it runs no call until that is taken.
-    with_ones: `block_compiler._Block.with_ones` of the block.
+    with_ones: `block_compiler._Block.find_conditions_on_ones` of the block.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
@@ -133,7 +133,7 @@ class CompiledGraph:
         if not self.facts.dynamic:
             return accepts
         twos, threes = (
-            [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
+            [self._replace_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
             for size in (2, 3)
         )
         sizes = tuple(
@@ -156,7 +156,7 @@ class CompiledGraph:
     def _lets_pass(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self.guards(tensors) and holds(self.facts.asked, tensors)
 
-    def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
+    def _replace_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}
         grown = {d for i, d, size in self.facts.grown if i == index and size == tensor.shape[d]}
         shape = [

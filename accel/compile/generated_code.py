@@ -42,7 +42,7 @@ def building_told() -> Iterator[None]:
             emit("compile_stage", stage=BUILD)
         return code
 
-    with GENERATED_CODE.replaced(told):
+    with GENERATED_CODE.replace(told):
         yield
 
 
@@ -73,14 +73,14 @@ def all_modules() -> list[types.ModuleType]:
 
 
 @contextmanager
-def collected() -> Iterator[list[types.ModuleType]]:
+def collect_modules() -> Iterator[list[types.ModuleType]]:
     """A list that has, at the end, the modules added meanwhile; the caller lets nobody else compile."""
     before, added = set(all_modules()), []
     yield added
     added.extend(module for module in all_modules() if module not in before)
 
 
-def loaded(entry: Any) -> Callable:
+def load_entry(entry: Any) -> Callable:
     """What runs a saved graph, given the entry of torch's cache that is saved of it."""
     entry.compiled_fw = LoadedCode(entry.compiled_fw.result)
     return LOADED_ENTRY.get()(entry)

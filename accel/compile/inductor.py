@@ -16,8 +16,8 @@ import torch
 
 from ..core import torch_internals
 from ..kernels.casts import define, unknown_casts_left
-from ..kernels.convolution import called_directly
-from ..kernels.rewriting import rewritten_graphs
+from ..kernels.convolution import call_directly
+from ..kernels.rewriting import rewrite_graphs
 from ..kernels.sizes import narrow_sizes
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
@@ -41,7 +41,7 @@ class Inductor(AheadOfTime):
         self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable
     ) -> tuple[Artifact, list[types.ModuleType]]:
         """The artifact, and the generated code that it runs."""
-        with generated_code.collected() as modules, generated_code.own_settings():
+        with generated_code.collect_modules() as modules, generated_code.own_settings():
             compiled = compile_function(function, tensors, backend)
         save = functools.partial(_save, compiled, modules)
         nbytes = generated_code.bytes_of(modules)
@@ -50,9 +50,9 @@ class Inductor(AheadOfTime):
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
         define()
         function, entry = pickle.loads(data)
-        with generated_code.collected() as modules, generated_code.own_settings():
+        with generated_code.collect_modules() as modules, generated_code.own_settings():
             compiled = torch_internals.AOT_FUNCTION.get().deserialize(function)
-            compiled.fn.__globals__[compiled._artifacts.backend_id] = generated_code.loaded(entry)
+            compiled.fn.__globals__[compiled._artifacts.backend_id] = generated_code.load_entry(entry)
         for cell in compiled.fn.__closure__ or ():
             if isinstance(cell.cell_contents, str) and cell.cell_contents == TEMPLATE:
                 cell.cell_contents = template
@@ -66,10 +66,10 @@ def code_generation(device: torch.device) -> Iterator[None]:
     with (
         generated_code.own_settings(),
         narrow_sizes(),
-        rewritten_graphs(device.type),
+        rewrite_graphs(device.type),
         unknown_casts_left(device),
-        asserts.replaced(lambda wrapper: None) if asserts.is_there else nullcontext(),
-        called_directly(),
+        asserts.replace(lambda wrapper: None) if asserts.is_there else nullcontext(),
+        call_directly(),
     ):
         yield
 
@@ -86,7 +86,7 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
 
     Raises NotSavable: the backend's code, or something that the block closes over, cannot be saved.
     """
-    if (lacking := torch_internals.lacking(torch_internals.SAVING)) is not None:
+    if (lacking := torch_internals.find_missing(torch_internals.SAVING)) is not None:
         raise NotSavable(f"this torch has no {lacking}")
     artifacts = compiled._artifacts
     if not isinstance(artifacts.compiled_fn, torch_internals.AOT_INDUCTOR.get()):

@@ -25,7 +25,7 @@ from ..core.torch_internals import (
     LAUNCHES,
     LOADED_CODE,
     STATIC_KERNEL,
-    lacking,
+    find_missing,
 )
 from ..signature.argument_guard import items_at
 from .generated_code import LoadedCode
@@ -33,7 +33,7 @@ from .generated_code import LoadedCode
 Run = Callable[[Sequence[torch.Tensor]], Any]
 
 
-def watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int] = ()) -> tuple[Any, Run | None]:
+def run_watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int] = ()) -> tuple[Any, Run | None]:
     """What `run` returns for the tensors, and what does the same for others of their sizes, strides and types with less
     Python; None where torch does more around its generated code than to choose and to order.
 
@@ -47,7 +47,7 @@ def watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int] = 
     calls: list[tuple[Callable, list[Any]]] = []
     results: list[Any] = []
     is_nvidia = torch.version.hip is None and any(tensor.is_cuda for tensor in tensors)
-    kernel = STATIC_KERNEL.get().__code__ if is_nvidia and lacking(LAUNCHES) is None else None
+    kernel = STATIC_KERNEL.get().__code__ if is_nvidia and find_missing(LAUNCHES) is None else None
 
     def watch(frame: Any, event: str, value: Any) -> None:
         if frame.f_code is kernel and event == "c_call" and value.__name__ == "_launch_kernel":
@@ -118,7 +118,7 @@ def _output(out: Any, results: Any, tensors: Sequence[torch.Tensor], changed: Se
     if parts is not out:
         choose = operator.itemgetter(*order)
     elif type(out) is list:
-        choose = _as_list(choose)
+        choose = _make_list(choose)
     if min(order, default=0) >= 0:
         return lambda results, tensors: choose(results)
     if max(order) < 0:
@@ -126,7 +126,7 @@ def _output(out: Any, results: Any, tensors: Sequence[torch.Tensor], changed: Se
     return lambda results, tensors: choose((*results, *tensors))
 
 
-def _as_list(choose: Callable) -> Callable:
+def _make_list(choose: Callable) -> Callable:
     return lambda values: list(choose(values))
 
 

@@ -28,7 +28,7 @@ _OF_COMPILER = re.compile(r"torch\.ops\.(prims|quantized_decomposed)\b")
 """Operators that are there once the compiler is imported."""
 
 
-def built_kernel(packed: str, end: str):
+def load_kernel(packed: str, end: str):
     """The function `kernel` of an extension module. packed: its compressed bytes as text. end: of its file's name.
 
     Copied into generated code, so it imports what it uses. A library is loaded once in a process, from a file in the
@@ -77,14 +77,14 @@ def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> None
     if not source:
         return
     module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
-    if module is not None and torch_internals.lacking(torch_internals.BUILT_KERNELS) is None:
-        source = with_built_kernels(source, module)
-    graph.source_code = without_compiler(source)
+    if module is not None and torch_internals.find_missing(torch_internals.BUILT_KERNELS) is None:
+        source = embed_built_kernels(source, module)
+    graph.source_code = remove_compiler_imports(source)
     # Torch writes the code to a file of this name, unless there is one, and runs the file.
     graph.cache_key = f"c{hashlib.sha256(graph.source_code.encode()).hexdigest()[:51]}"
 
 
-def with_built_kernels(source: str, module: types.ModuleType) -> str:
+def embed_built_kernels(source: str, module: types.ModuleType) -> str:
     """The generated source with each C++ kernel replaced by the library that `module`, its execution here, loaded.
 
     A kernel stays source where its library is not found, or has a suffix that Python does not load.
@@ -107,10 +107,10 @@ def with_built_kernels(source: str, module: types.ModuleType) -> str:
         replaced = True
     if not replaced:
         return source
-    return f"{inspect.getsource(built_kernel)}\n\n{b''.join(lines).decode()}"
+    return f"{inspect.getsource(load_kernel)}\n\n{b''.join(lines).decode()}"
 
 
-def without_compiler(source: str) -> str:
+def remove_compiler_imports(source: str) -> str:
     """The generated source without imports of inductor's modules that it does not use, or only for functions that torch
     has under the same name."""
     tree = ast.parse(source)

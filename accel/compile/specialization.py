@@ -80,7 +80,7 @@ class Trace:
             if found is not None:
                 given[int(found[1])] = node
         values = [node.meta["example_value"] for node in given.values()]
-        nodes = list(itertools.chain.from_iterable(map(_written, graph.nodes)))
+        nodes = list(itertools.chain.from_iterable(map(_find_written_tensors, graph.nodes)))
         storages = {storage_of(node.meta["example_value"]) for node in nodes if _is_tensor(node)}
         changed = {
             node
@@ -134,7 +134,7 @@ class Trace:
             found = (size if isinstance(size, int) else size.subs(sizes) for size in shape)
             yield [int(size) if isinstance(size, int) or size.is_number else None for size in found]
 
-    def fixed(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+    def find_fixed_sizes(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
         """(tensor, dimension, size) of the sizes that torch fixed, given the function's examples. To be asked once."""
         shape_env, self._shape_env = self._shape_env, None  # it is large
         if shape_env is None:
@@ -174,7 +174,7 @@ def _is_tensor(node: torch.fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
-def _written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def _find_written_tensors(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """The tensors that a call in a graph writes to without torch counting it there."""
     target, name = node.target, getattr(node.target, "__name__", str(node.target))
     if name == "_get_data_attr" and node.meta["example_value"]._version:  # `.data` counts its own changes

@@ -20,7 +20,7 @@ from ..core import torch_internals
 from ..core.reasons import Reason
 from ..fingerprint.code_facts import facts_of
 from ..fingerprint.code_hash import ReadCode, is_generated, is_installed, is_of_program
-from ..fingerprint.code_references import of_library
+from ..fingerprint.code_references import is_of_library
 from ..fingerprint.code_snapshot import CodeNotes
 from ..fingerprint.kept_state import KeepsState, name_of, place_of
 from ..fingerprint.plain_values import is_torchs
@@ -127,14 +127,14 @@ class _Reads:
         holder = self._value_of(base)
         if base in self._trusted or isinstance(holder, enum.Enum) or (type(holder) is dict and is_generated(holder)):
             value = self._value_of(source)
-            if not isinstance(value, types.FunctionType) or of_library(value.__module__):  # what a decorator wraps
+            if not isinstance(value, types.FunctionType) or is_of_library(value.__module__):  # what a decorator wraps
                 self._trusted.add(source)
             return True
         numbers = getattr(sys.modules.get("numpy"), "generic", ())
         if isinstance(holder, (*_FIXED, numbers)) or "__builtins_dict__" in name_of(base):
             return True
         if isinstance(holder, types.FunctionType):
-            if of_library(holder.__module__) or is_of_program(holder.__code__.co_filename):
+            if is_of_library(holder.__module__) or is_of_program(holder.__code__.co_filename):
                 self._trusted.add(source)
                 return True
             return self._notes.has(vars(holder), name) if name in vars(holder) else self._notes.has_part(holder)
@@ -142,11 +142,11 @@ class _Reads:
             return reader == _PROGRAM or self._notes.has_part(holder)
         if isinstance(holder, types.ModuleType):
             value = self._value_of(source)
-            if is_of_program(getattr(holder, "__file__", None) or "") and not of_library(holder.__name__):
+            if is_of_program(getattr(holder, "__file__", None) or "") and not is_of_library(holder.__name__):
                 if not isinstance(value, types.ModuleType):
                     self._trusted.add(source)
                 return True
-            is_constant = of_library(holder.__name__) and (reader == _PROGRAM or isinstance(value, _CONSTANT))
+            is_constant = is_of_library(holder.__name__) and (reader == _PROGRAM or isinstance(value, _CONSTANT))
             return is_constant or name == "__name__" or self._notes.has(vars(holder), name)
         if type(base).__name__ == "TypeDictSource":
             return self._is_class_watched(self._value_of(base.base), name)
@@ -154,7 +154,7 @@ class _Reads:
             return reader == _PACKAGE or self._notes.has(holder, name)
         if isinstance(holder, type):
             return self._is_class_watched(holder, name)
-        if of_library(type(holder).__module__) and self._notes.has_setting(name):
+        if is_of_library(type(holder).__module__) and self._notes.has_setting(name):
             return True
         state = getattr(holder, "__dict__", None)
         if not isinstance(state, dict):
@@ -166,7 +166,7 @@ class _Reads:
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)
         if owner is None or isinstance(vars(owner)[name], _DESCRIPTORS):
             return name in ("__dict__", "__class__")
-        return of_library(owner.__module__) or self._notes.has(owner, name)
+        return is_of_library(owner.__module__) or self._notes.has(owner, name)
 
     def _value_of(self, source: Any) -> Any:
         try:

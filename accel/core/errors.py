@@ -49,7 +49,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines[0].endswith(':') else lines[0]}"[:300]
 
 
-def without_frames(error: AnyError) -> AnyError:
+def strip_frames(error: AnyError) -> AnyError:
     """The exception, to be kept: without its traceback and those of what it was raised from.
 
     Their frames reference tensors, and all that the callers have: only the garbage collector would free these.
@@ -69,7 +69,7 @@ class Failure(NamedTuple):
     is_own: bool = True
 
     @classmethod
-    def of(cls, error: Exception, is_own: bool = True) -> Failure:
+    def from_error(cls, error: Exception, is_own: bool = True) -> Failure:
         return cls(one_line(error), is_shortage(error), is_own)
 
 

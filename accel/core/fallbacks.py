@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\b\d[\w.+-]*")
 
 def rows_of(counts: Mapping[tuple[str, Reason], int]) -> list[dict[str, Any]]:
     """Calls by (block, reason) for pages: {"block", "code", "fields", "reason", "calls"} each."""
-    return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in counts.items()]
+    return [{"block": block, **why.to_json(), "calls": calls} for (block, why), calls in counts.items()]
 
 
 def _key(block: str, reason: Reason) -> tuple[str, str]:
@@ -61,7 +61,7 @@ class Fallbacks:
         with self._lock:
             return {(block, reason): calls for (block, _), (reason, calls) in self._calls.items()}
 
-    def since(self, before: Mapping[tuple[str, Reason], int]) -> dict[tuple[str, Reason], int]:
+    def subtract(self, before: Mapping[tuple[str, Reason], int]) -> dict[tuple[str, Reason], int]:
         """`counts` without those of an earlier `counts`."""
         earlier = {_key(*key): calls for key, calls in before.items()}
         more = {key: calls - earlier.get(_key(*key), 0) for key, calls in self.counts().items()}

@@ -34,9 +34,9 @@ class Reason:
         """The English sentence."""
         return SENTENCES[self.code].format(**dict(self.fields))
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """{"code", "fields", "reason"}, the last being the English sentence."""
-        fields = {name: value.as_json() if isinstance(value, Reason) else value for name, value in self.fields}
+        fields = {name: value.to_json() if isinstance(value, Reason) else value for name, value in self.fields}
         return {"code": self.code, "fields": fields, "reason": str(self)}
 
 
@@ -52,13 +52,13 @@ class RunEagerly(Refusal):
     """No graph is right for this call of a block. Expected, so never `Trouble`."""
 
 
-def elsewhere(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.device | None:
+def find_other_device(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.device | None:
     """A device that has weights but no inputs; None where all tensors are on one device."""
     here = {tensor.device for tensor in inputs if tensor.ndim and tensor.numel()}
     return next((weight.device for weight in weights if weight.ndim and here and weight.device not in here), None)
 
 
-def not_in_this_mode(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Reason | None:
+def check_mode(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Reason | None:
     """Why no graph is right for a call in torch's current mode; None where one is."""
     if is_autocast_on():
         return Reason("autocast")

@@ -147,7 +147,7 @@ SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, 
 replaces a sentence where it can say what to do in its own terms."""
 
 
-def counted(number: int, noun: str) -> str:
+def count_nouns(number: int, noun: str) -> str:
     """A number of things: 1 graph, 2 graphs."""
     return f"{number} {noun}{'s' * (number != 1)}"
 

@@ -40,7 +40,7 @@ def triton_version() -> str | None:
     return None
 
 
-def lacking(device: str) -> Reason | None:
+def find_missing(device: str) -> Reason | None:
     """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
     if device == "cpu" and cpp_compiler() is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         name = _cpp_compiler_name() or "compiler in CXX, which is empty"

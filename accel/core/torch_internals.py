@@ -1,6 +1,6 @@
 """The private names of torch on which the engine rests. Torch may move or drop any of them in any release.
 
-Everything else in the engine asks here, so that a new torch is checked in one place: `lacking(torch_internals.ALL)`.
+Everything else in the engine asks here, so that a new torch is checked in one place: `find_missing(ALL)`.
 
 Outside stand, listed in `tests/unit/test_torch_internals.py`: types, settings that are left alone where torch has them
 not, questions with a default answer, and what torch's own documentation uses.
@@ -63,7 +63,7 @@ class Internal:
             raise Lacking(f"this torch has no {self}")
         return found
 
-    def replaced(self, by: Any) -> Any:
+    def replace(self, by: Any) -> Any:
         """A context in which torch has another object under this name, or with `start` the rest of the process."""
         owner, _, name = self.name.rpartition(".")
         holder = replace(self, name=owner).get() if owner else importlib.import_module(self.module)
@@ -79,7 +79,7 @@ class Internal:
         return found
 
 
-def lacking(names: Iterable[Internal]) -> Internal | None:
+def find_missing(names: Iterable[Internal]) -> Internal | None:
     """The first of the names that this torch has not; None where it has all."""
     return next((name for name in names if not name.is_there), None)
 
@@ -221,14 +221,14 @@ ALL = tuple(value for value in list(globals().values()) if type(value) is Intern
 _to_skip: list[Any] = []
 
 
-def seen_through(function: AnyFunction) -> AnyFunction:
+def allow_inlining(function: AnyFunction) -> AnyFunction:
     """Mark a function of ours: a compiler around it may inline it or compile what it calls, and not it alone."""
     _to_skip.append(function)
     return function
 
 
 def tell_compilers() -> None:
-    """Tell torch which functions are `seen_through`, once its compiler is loaded: that takes a second."""
+    """Tell torch which functions are `allow_inlining`, once its compiler is loaded: that takes a second."""
     while _to_skip and SKIP_CODE.module in sys.modules:
         function = _to_skip.pop()
         if COMPILER_AROUND.is_there and SKIP_CODE.is_there:

@@ -11,8 +11,8 @@ import torch
 
 from ..core.reasons import Reason
 from ..signature import tree_spec
-from ..signature.output_check import beyond_rounding
-from .conditions import CaptureFailed, DryRun, Ended
+from ..signature.output_check import compare_to_rounding
+from .conditions import CaptureFailed, CaptureStopped, DryRun
 from .host_constants import HostConstants
 from .pool import Buffers, CapturedCall, CapturePool
 
@@ -59,7 +59,7 @@ class CallCapture:
                     with self.constants, mode:
                         self._call_on(buffers.tensors)
 
-                with suppress(Ended):
+                with suppress(CaptureStopped):
                     self.pool.capturer.warm_up(self.call.device, call)
                 self.constants.is_complete = True
         finally:
@@ -76,12 +76,12 @@ class CallCapture:
         capturer = self.pool.capturer
         with capturer.lock:
             self.pool.begin()
-            buffers, loaded = Buffers(self.call.tensors), Buffers(self.weights.loaded())
+            buffers, loaded = Buffers(self.call.tensors), Buffers(self.weights.find_loaded_tensors())
             buffers.fill(self.call.tensors)
-            loaded.fill(self.weights.loaded())
+            loaded.fill(self.weights.find_loaded_tensors())
 
             def call() -> Any:
-                with self.weights.replaced(loaded.tensors), self.constants:
+                with self.weights.replace_tensors(loaded.tensors), self.constants:
                     return self._call_on(buffers.tensors)
 
             self.observer.capturing = True
@@ -110,7 +110,7 @@ class CallCapture:
             made = tensors_of(captured.run(self.call.tensors))
             is_even = len(made) == len(expected)
             depth = len(self.observer.used) + self.observer.eager_calls
-            excess = beyond_rounding(made, list(expected), depth=max(1, depth)) if is_even else float("inf")
+            excess = compare_to_rounding(made, list(expected), depth=max(1, depth)) if is_even else float("inf")
         if excess is not None:
             raise CaptureFailed(Reason("replay_differs", times=f"{excess:.1f}"))
         return captured

@@ -1,8 +1,8 @@
 """When a call of a model is captured or replayed: the conditions, in the order in which they are asked.
 
-At each call: `CaptureHost.why_not`, `of_device` and `of_weights`; at the first of its kind `of_arguments` before them.
-At the first call of a run, and where the model seems to have changed: `of_model`. After the second call of its kind:
-`of_warm_call`. In a repetition of that call, at each operator: `DryRun`. The third call is captured.
+At each call: `CaptureHost.why_not`, `check_device` and `check_weights`; at the first of its kind `check_arguments`
+before them. At the first call of a run, and where the model seems to have changed: `check_model`. After the second call
+of its kind: `check_warm_call`. In a repetition of that call, at each operator: `DryRun`. The third call is captured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compile.compiled_graph import CompileFailed
-from ..core.reasons import Reason, not_in_this_mode
+from ..core.reasons import Reason, check_mode
 from ..modules.snapshot import WeightSnapshot
 from ..modules.substitution import StandIn, has_foreign_forward
 from ..modules.wrapped_forward import is_replaced
@@ -29,7 +29,7 @@ class CaptureFailed(CompileFailed):
 _SYNCHRONIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-def of_arguments(tensors: Sequence[torch.Tensor]) -> Reason | None:
+def check_arguments(tensors: Sequence[torch.Tensor]) -> Reason | None:
     """Why a call with these tensors cannot be captured; None where nothing says so, as below."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
@@ -39,11 +39,11 @@ def of_arguments(tensors: Sequence[torch.Tensor]) -> Reason | None:
         return Reason("unsupported_argument", what=odd)
     devices = {tensor.device for tensor in filled}
     if len(devices) > 1:
-        return _on_devices(devices)
-    return not_in_this_mode((), tensors)
+        return _describe_devices(devices)
+    return check_mode((), tensors)
 
 
-def of_device(device: torch.device, stream: torch.cuda.Stream | None) -> Reason | None:
+def check_device(device: torch.device, stream: torch.cuda.Stream | None) -> Reason | None:
     """stream: on which earlier calls were captured, since graphs that share memory must not run concurrently."""
     if device.type != "cuda" or torch.version.hip is not None:  # torch for ROCm calls its devices cuda
         return Reason("not_cuda", device=f"{device} (ROCm)" if device.type == "cuda" else str(device))
@@ -53,7 +53,7 @@ def of_device(device: torch.device, stream: torch.cuda.Stream | None) -> Reason 
     return Reason("captured_around") if torch.cuda.is_current_stream_capturing() or is_elsewhere else None
 
 
-def of_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reason | None]) -> Reason | None:
+def check_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reason | None]) -> Reason | None:
     """of_module: the host's own conditions of each module."""
     everywhere = torch.nn.modules.module
     if model.training:
@@ -72,16 +72,16 @@ def of_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reas
     return None
 
 
-def of_weights(weights: WeightSnapshot, device: torch.device) -> Reason | None:
+def check_weights(weights: WeightSnapshot, device: torch.device) -> Reason | None:
     """device: of the call's arguments."""
     if weights.devices and device not in weights.devices:
-        return _on_devices({device, *weights.devices})
+        return _describe_devices({device, *weights.devices})
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in weights.tensors()):
         return Reason("gradients")
     return None
 
 
-def of_warm_call(device_waited: Callable[[], bool] | None, has_room: bool, changes: bool) -> Reason | None:
+def check_warm_call(device_waited: Callable[[], bool] | None, has_room: bool, changes: bool) -> Reason | None:
     """Why calls like the one that was just made eagerly are better not captured.
 
     device_waited: whether the device waited for Python, which a replay would spare; None where that is known. has_room:
@@ -95,7 +95,7 @@ def of_warm_call(device_waited: Callable[[], bool] | None, has_room: bool, chang
     return Reason("model_changes") if changes else None
 
 
-class Ended(BaseException):
+class CaptureStopped(BaseException):
     """Ends a dry run at the first obstacle, past whoever catches exceptions: what follows might leave a trace."""
 
 
@@ -103,7 +103,7 @@ class DryRun(TorchDispatchMode):
     """A mode to make the call in; afterwards `reason` says why it cannot be captured, None where it can.
 
     It raises `Ended` before an operator that a graph would not repeat, or not on the right tensors, and leaves Python's
-    random numbers as they were. What happens between operators, in Python, is not seen here: see `of_model`.
+    random numbers as they were. What happens between operators, in Python, is not seen here: see `check_model`.
 
     own: the weights and the inputs. The call may read these and what it makes, and write to what it makes only.
     device: where all of it must be, but for what is made on the CPU of numbers alone (`host_constants`).
@@ -125,18 +125,18 @@ class DryRun(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        self.reason = self._before(func, args, kwargs)
+        self.reason = self._check_operator(func, args, kwargs)
         if self.reason is not None:
-            raise Ended
+            raise CaptureStopped
         out = func(*args, **kwargs)
         made = tensors_in(out)
-        self.reason = self._after(func, args, kwargs, made)
+        self.reason = self._check_results(func, args, kwargs, made)
         if self.reason is not None:
-            raise Ended
+            raise CaptureStopped
         self._made.update({storage_of(tensor) for tensor in made} - self._own)
         return out
 
-    def _before(self, func: Any, args: tuple, kwargs: dict) -> Reason | None:
+    def _check_operator(self, func: Any, args: tuple, kwargs: dict) -> Reason | None:
         """Why a graph would not repeat the operator, or not on the right tensors."""
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_inert(func, args, kwargs):
             return Reason("random", operator=str(func))
@@ -158,7 +158,7 @@ class DryRun(TorchDispatchMode):
             return Reason("lasting_tensors", operator=str(func))
         return None
 
-    def _after(self, func: Any, args: tuple, kwargs: dict, made: Sequence[torch.Tensor]) -> Reason | None:
+    def _check_results(self, func: Any, args: tuple, kwargs: dict, made: Sequence[torch.Tensor]) -> Reason | None:
         """Why a graph may not contain the operator, which made these tensors."""
         # Beside a result, attention hands out the state of a random draw that it did not make, outside captures on the
         # CPU (`_scaled_dot_product_efficient_attention`, not in inference mode). Whoever takes that is refused.
@@ -179,5 +179,5 @@ def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:
     return any(name in given and not given[name] for name in ("dropout_p", "dropout", "p"))
 
 
-def _on_devices(devices: Iterable[torch.device]) -> Reason:
+def _describe_devices(devices: Iterable[torch.device]) -> Reason:
     return Reason("tensors_on_devices", devices=", ".join(sorted(map(str, devices))))

@@ -21,7 +21,7 @@ from ..core import torch_internals
 from ..core.events import log
 from ..core.reasons import Reason
 from ..dispatch.call_times import CallTime
-from .conditions import of_device
+from .conditions import check_device
 
 LEAST_FREE = 512 << 20
 """Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""
@@ -124,9 +124,9 @@ class CudaCapturer:
 
     def why_not(self, device: torch.device) -> Reason | None:
         """Why no call on the device can be captured or replayed here and now; None where it can. Quick."""
-        return of_device(device, self._homes.get(device))
+        return check_device(device, self._homes.get(device))
 
-    def timed(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
+    def time_call(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
         """The result of the call, and a question that waits for it: whether the device waited for Python in it, which
         a replay would spare."""
         timed = CallTime(device)
@@ -165,7 +165,7 @@ class CudaCapturer:
         pool.release()
         try:
             _require_memory(device)
-            with torch.cuda.device(device), _apart_from_others(device):
+            with torch.cuda.device(device), _split_from_others(device):
                 # `torch.cuda.graph` does this at its start; done before, the difference in memory is the graph's.
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
@@ -241,7 +241,7 @@ def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _apart_from_others(device: torch.device) -> Iterator[None]:
+def _split_from_others(device: torch.device) -> Iterator[None]:
     """Leaves the device's random numbers and cuBLAS's workspaces as others have them.
 
     A capture registers itself with the state of the default generator. One that cannot be ended leaves that state

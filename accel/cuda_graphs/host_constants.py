@@ -44,16 +44,16 @@ class HostConstants(TorchDispatchMode):
             else any(tensor.device == self._device for tensor in tensors_in((args, kwargs)))
         )
         if self._device.type != "cpu" and is_on_device:
-            args = self._there(args, func)
-            kwargs = {name: self._there(value, func) for name, value in kwargs.items()}
+            args = self._copy_to_device(args, func)
+            kwargs = {name: self._copy_to_device(value, func) for name, value in kwargs.items()}
             out = func(*args, **kwargs)
             # Others may write to what `to` returns.
             return out.clone() if out is args[0] and _plain_name(func) == _TO else out
         return func(*args, **kwargs)
 
-    def _there(self, value: Any, func: Any) -> Any:
+    def _copy_to_device(self, value: Any, func: Any) -> Any:
         if type(value) in (tuple, list):
-            return type(value)(self._there(part, func) for part in value)
+            return type(value)(self._copy_to_device(part, func) for part in value)
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.numel():
             return value
         if not value.ndim and _plain_name(func) not in _MOVES:

@@ -31,7 +31,7 @@ from ..signature import switches, tree_spec
 from ..signature.argument_guard import CallSignatures, InputGuard, Match
 from .call_capture import Call, CallCapture, tensors_of
 from .capture_key import CallVariant, CaptureKey
-from .conditions import CaptureFailed, of_arguments, of_warm_call, of_weights
+from .conditions import CaptureFailed, check_arguments, check_warm_call, check_weights
 from .host_constants import HostConstants
 from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturedCall, CapturePool
@@ -72,7 +72,7 @@ class ModelCapture:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
-        self._facts = host.facts, switches.in_force()
+        self._facts = host.facts, switches.read_switches()
         self._observer = BlockObserver()
         self.blocks = blocks
         for runner in blocks.runners.values():
@@ -111,7 +111,7 @@ class ModelCapture:
                 self._note(reason)
                 if reason.code == "cuda_malloc_async":  # for as long as the process lives
                     self._off = self.blocks.unspared = reason
-            return self._alone(inner, args, kwargs)
+            return self._run_eagerly(inner, args, kwargs)
         self._observer.may_capture = True
         captured = self._current(call.key)
         if captured is None or not captured.held <= self._held:
@@ -119,16 +119,16 @@ class ModelCapture:
             return self._warm_up(call, inner, args, kwargs)
         done, out = self._replay(captured, call.tensors)
         del captured
-        return out if done else self._alone(inner, args, kwargs)
+        return out if done else self._run_eagerly(inner, args, kwargs)
 
-    def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call made, with streamed weights free to give way to what it computes."""
         self._host.release()
         return inner(*args, **kwargs)
 
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
-        with self.blocks.in_place((*args, *kwargs.values()), not self._observer.may_capture):
+        with self.blocks.put_in_place((*args, *kwargs.values()), not self._observer.may_capture):
             return inner(*args, **kwargs)
 
     # Conditions, in the order that `conditions` has
@@ -158,14 +158,14 @@ class ModelCapture:
         if reason is not None:
             self._stop(reason)  # to ask at every call would cost more than it may give
             return None
-        _require(of_weights(self._guard.weights, variant.device))  # type: ignore[arg-type]  # there where nothing refuses
+        _require(check_weights(self._guard.weights, variant.device))  # type: ignore[arg-type]  # there where nothing refuses
         return Call(key, inputs, variant.device)
 
     def _describe(self, args: tuple, kwargs: dict) -> Match:
         """The variant of a call that is like no other."""
         inputs: list[torch.Tensor] = []
         spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
-        _require(of_arguments(inputs))
+        _require(check_arguments(inputs))
         variant, guard = CallVariant(spec, inputs), InputGuard(spec, inputs)
         self._calls.signature_of(args, kwargs, spec, inputs, {}).add(variant, guard, inputs)
         return variant, guard, inputs
@@ -237,14 +237,14 @@ class ModelCapture:
         # The dry run calls the model once more, which must leave no trace; on the device it ends before there is one.
         state = self._guard.weights.state() if is_due and progress.constants is None else None
         self._observer.reset()
-        alone = functools.partial(self._alone, inner, args, kwargs)
-        out, device_waited = self._pool.capturer.timed(device, alone) if is_due else (alone(), None)
+        alone = functools.partial(self._run_eagerly, inner, args, kwargs)
+        out, device_waited = self._pool.capturer.time_call(device, alone) if is_due else (alone(), None)
         progress.resident_before = held if self._observer.is_stable and self._host.unchanged() else None
         if not is_due or progress.resident_before is None or self._hold() is not None or self._held != held:
             return out
         has_room = not held or self._pool.capturer.has_room(device)
         changes = state is not None and not are_same(state, self._guard.weights.state())
-        unfit = of_warm_call(device_waited if progress.constants is None else None, has_room, changes)
+        unfit = check_warm_call(device_waited if progress.constants is None else None, has_room, changes)
         if unfit is not None:
             progress.refused = True
             self._note(unfit)

@@ -10,7 +10,7 @@ import torch
 
 from ..core.reasons import Reason
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
-from .conditions import of_model
+from .conditions import check_model
 
 _MAX_CHANGES = 8
 """Changes of the model within one run after which nothing more is captured in it."""
@@ -77,7 +77,7 @@ class ModelGuard:
         if self._changes >= _MAX_CHANGES:
             return Reason("model_changes")
         model = self._model()
-        reason = of_model(model, self._host.of_module)
+        reason = check_model(model, self._host.of_module)
         if reason is not None:
             return reason
         try:

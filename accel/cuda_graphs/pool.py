@@ -107,7 +107,7 @@ class CapturedCall:
 
     def refresh(self, weights: WeightSnapshot) -> None:
         """Take the values of weights that have been loaded anew, of the same digest; with the capturer's lock held."""
-        self._loaded.fill(weights.loaded())
+        self._loaded.fill(weights.find_loaded_tensors())
 
     def has_kernels(self) -> bool:
         """Whether the compiled graphs inside are still those that the blocks use."""

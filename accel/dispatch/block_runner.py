@@ -16,11 +16,11 @@ from ..compile.backend import Pending
 from ..compile.benchmark import Pattern, draws_again
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import Trouble
-from ..core.errors import Failure, pass_on, without_frames
+from ..core.errors import Failure, pass_on, strip_frames
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
-from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
-from ..core.torch_internals import COMPILER_AROUND, seen_through
+from ..core.reasons import Reason, Refusal, RunEagerly, check_mode
+from ..core.torch_internals import COMPILER_AROUND, allow_inlining
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.plain_values import Indescribable
@@ -29,12 +29,12 @@ from ..modules import host_calls, opaque_layers
 from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
-from ..signature.output_check import beyond_rounding
-from ..signature.tensors import copied, dense, have_equal_values, is_expanded, share_memory
+from ..signature.output_check import compare_to_rounding
+from ..signature.tensors import copy_with_strides, dense, have_equal_values, is_expanded, share_memory
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
-from .lora import AddedWeights, with_added
+from .lora import AddedWeights, add_updates
 from .resolver import BlocksRun, CodePending, GraphResolver, ResolvedGraph
 
 compiler_around = COMPILER_AROUND.get(lambda: None)
@@ -76,7 +76,7 @@ class BlockRunner:
         wraps = region.context.wraps
         self._lora = None if wraps is None else AddedWeights(region.block, region.kind.tensors, wraps)
         self._calls_layers = region.calls_layers
-        known = KnownCalls.of(region, run.cache, run.settings, type(self._weights))
+        known = KnownCalls.get_or_create(region, run.cache, run.settings, type(self._weights))
         self._inline = InlineCache(region.path, run.cache, self._weights, simplify_options, known, run.lease)
         self.eager_calls = 0
         """Calls that ran without a graph."""
@@ -102,7 +102,7 @@ class BlockRunner:
     def kind(self) -> kinds.Kind:
         return self._region.kind
 
-    @seen_through
+    @allow_inlining
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or compiler_around() is not None:
             self._leave_to_others()
@@ -189,7 +189,7 @@ class BlockRunner:
                 raise CodePending(self._pending)
             found = self._find(call)
         except Refusal as why:
-            refusal = without_frames(why)
+            refusal = strip_frames(why)
         if isinstance(refusal, NoGraph):
             return self._run_without_graph(call, refusal)
         if isinstance(refusal, CodePending):
@@ -242,7 +242,7 @@ class BlockRunner:
         if self._blocks_run.make is None:
             raise refusal
         try:
-            region = self._region.of_calls_with(functions)
+            region = self._region.specialize_for_functions(functions)
         except Indescribable as why:
             log.debug("%s is called with a function that is not compiled: %s", self.kind.name, why)
             raise refusal from None
@@ -260,7 +260,7 @@ class BlockRunner:
         call.weights = self._weights.take(call.given)
         if any(weight is None for weight in call.weights):  # taken away since
             raise RunEagerly(Reason("code_changes"))
-        reason = not_in_this_mode(call.weights, call.given)
+        reason = check_mode(call.weights, call.given)
         if reason is not None:
             raise RunEagerly(reason)
         call.inputs = [dense(tensor) for tensor in call.given]
@@ -297,7 +297,7 @@ class BlockRunner:
             call.weights = self._weights.take(call.inputs)
             if not resolved.graph.facts.allow(call.tensors):
                 raise RunEagerly(Reason("code_changes"))
-        call.weights = with_added(call.weights, call.added)
+        call.weights = add_updates(call.weights, call.added)
 
     def _run(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call by its graph; eagerly where that fails."""
@@ -321,7 +321,7 @@ class BlockRunner:
 
     def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:
         """Run the graph for the call; what it writes to its inputs is written to those that were given."""
-        weights = call.weights or with_added(self._weights.take(call.inputs), call.added)
+        weights = call.weights or add_updates(self._weights.take(call.inputs), call.added)
         call.in_graph = True
         out = graph.run((*weights, *call.inputs))
         call.in_graph = False
@@ -352,7 +352,7 @@ class BlockRunner:
         pass_on(error, self._blocks_run.interrupts)
         if self._is_capturing:
             raise error
-        return Failure.of(error, in_graph and not host_calls.is_others(error))
+        return Failure.from_error(error, in_graph and not host_calls.is_others(error))
 
     def _run_after_failure(self, call: Call, resolved: ResolvedGraph, failure: Failure | Reason) -> Any:
         """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive.
@@ -401,7 +401,7 @@ class BlockRunner:
         given, draw_again = call.given, draws_again(call.device)
         # Of what was given, since code may write to a dense input and to a copy of another (`x.contiguous().mul_(2)`),
         # or the other way round (`x.t().reshape(-1).mul_(2)`).
-        copies = [copied(tensor) if index in changes else tensor for index, tensor in enumerate(call.given)]
+        copies = [copy_with_strides(tensor) if index in changes else tensor for index, tensor in enumerate(call.given)]
         before = [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
         strided = [
             index for index, tensor in enumerate(call.inputs) if tensor is not given[index] and index not in changes
@@ -409,7 +409,7 @@ class BlockRunner:
         types = {spec.dtype for spec in resolved.entry.key.inputs}
 
         def difference(out: Any, expected: Any) -> float | None:
-            excess = beyond_rounding(out, expected, before, types)
+            excess = compare_to_rounding(out, expected, before, types)
             if any(not have_equal_values(call.inputs[index], given[index]) for index in strided):
                 excess = float("inf")
             known.is_last_compared |= self._region.is_last
@@ -460,11 +460,11 @@ def _copy_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
         return out
     if not is_expanded(given):  # else nobody has written to it, and which inputs change may not be known
         given.copy_(written)
-    return _replaced(out, written, given)
+    return _replace_in_output(out, written, given)
 
 
-def _replaced(out: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
+def _replace_in_output(out: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
     """The output with one tensor in another's place: a block that hands back what it was given hands back that one."""
     if type(out) in (tuple, list):
-        return type(out)(_replaced(part, one, other) for part in out)
+        return type(out)(_replace_in_output(part, one, other) for part in out)
     return other if out is one else out

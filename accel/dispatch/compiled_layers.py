@@ -22,7 +22,7 @@ from ..core.reasons import Reason, RunEagerly
 from ..core.torch_internals import tell_compilers
 from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
 from ..modules import wrapped_layers
-from ..modules.streamed_weights import Plain, WeightSource, in_place
+from ..modules.streamed_weights import Plain, WeightSource, keep_in_place
 from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
 from .block_runner import BlockRunner
@@ -56,7 +56,7 @@ class Host:
     wraps: Wraps | None = None
     outside_recording: Callable[[], Outside | None] = lambda: None
     between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False
-    plain: Plain = in_place
+    plain: Plain = keep_in_place
     weights: Callable[[Region], WeightSource | None] = lambda region: None
     traceable: Traceable = nullcontext
 
@@ -98,7 +98,7 @@ def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surve
     return (surveys or KeptSurveys()).find(model, how, lambda: survey(model, *how))
 
 
-def compiled_layers(
+def make_compiled_layers(
     model: torch.nn.Module,
     found: Survey,
     settings: CompileSettings,

@@ -114,7 +114,7 @@ class CurrentCode:
         elif not holds:
             if not begins and now is not None:  # what changes in mid-pass once may do so again
                 now.survey.passes.has_changed = True
-            self._put(self._found(), Reason("code_changes"))
+            self._put(self._find_known(), Reason("code_changes"))
         if begins or not holds:
             passes = None if self._now is None else self._now.survey.passes
             self._between |= passes is not None and passes.has_changed
@@ -129,7 +129,7 @@ class CurrentCode:
             return False
         if survey.stands:
             return True
-        now = self._looked()
+        now = self._survey_model()
         return now is not None and any(found.path == region.path and found.kind == region.kind for found in now.regions)
 
     @property
@@ -152,12 +152,12 @@ class CurrentCode:
             or any(map(is_replaced, self._classes))
         )
 
-    def _found(self) -> _Known | None:
+    def _find_known(self) -> _Known | None:
         """What is known of the code as it stands, surveyed now where nothing is; None where it cannot be."""
         known = next((known for known in self._known if known.survey.stands), None)
         if known is not None or len(self._known) == MOST_SURVEYS:
             return known
-        survey = self._looked()
+        survey = self._survey_model()
         if survey is None:
             return None
         blocks: dict[torch.nn.Module, Layer | Reason] = {}
@@ -183,7 +183,7 @@ class CurrentCode:
         for region, runner in self._placed:
             runner.instead = None if known is self._first else blocks.get(region.block, otherwise)
 
-    def _looked(self) -> Survey | None:
+    def _survey_model(self) -> Survey | None:
         """The model as it is now; None where it cannot be surveyed, as where code of others raises."""
         try:
             return self._look()

@@ -17,7 +17,7 @@ import torch
 
 from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache
-from ..compile.lean_calls import Run, watched
+from ..compile.lean_calls import Run, run_watched
 from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.block_call import Call
 from ..fingerprint.kinds import WeightSlots
@@ -55,7 +55,7 @@ class KnownCalls:
         cache.listeners[self] = None
 
     @classmethod
-    def of(cls, region: Region, cache: GraphCache, *how: Hashable) -> KnownCalls:
+    def get_or_create(cls, region: Region, cache: GraphCache, *how: Hashable) -> KnownCalls:
         """Those of a block's kind in runs over this cache. how: what else the graphs that run its calls depend on."""
         alone = region.path if region.calls_layers else None  # what runs in there may be others' code in this block
         key = (cache, region.kind.digest, alone, *how)
@@ -82,13 +82,13 @@ class GraphGuard(InputGuard):
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(changed, [extent(tensor) for tensor in given]) if changed else []
         self._graph = resolved.graph
-        self.fast_run: Run | None = self._watched
+        self.fast_run: Run | None = self._run_watched
         """Runs the graph with what it takes, faster than `graph.run`; None where nothing does."""
 
-    def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def _run_watched(self, tensors: Sequence[torch.Tensor]) -> Any:
         facts = self._graph.facts
         changed = [facts.weights + at for at in facts.changed]
-        out, self.fast_run = watched(self._graph.run, tensors, changed)
+        out, self.fast_run = run_watched(self._graph.run, tensors, changed)
         return out
 
     def prepare_inputs(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:

@@ -40,7 +40,7 @@ class AddedWeights:
         self._places = [
             (part, part._modules, name) for part in parts for name, child in part._modules.items() if child is not None
         ]
-        self._layers = [wrapped_layers.shown(modules[name], wraps) for _, modules, name in self._places]
+        self._layers = [wrapped_layers.find_shown_part(modules[name], wraps) for _, modules, name in self._places]
         self._children: list[torch.nn.Module | None] = []
         self._readers: list[tuple[int, int | None, Reader]] = []
         self._refusal: Reason | None = None
@@ -80,7 +80,7 @@ class AddedWeights:
         """
         bare: set[torch.nn.Module] = set()
         for (parent, _, name), layer, child in zip(self._places, self._layers, children, strict=True):
-            if child is None or wrapped_layers.shown(child, self._wraps) is not layer:
+            if child is None or wrapped_layers.find_shown_part(child, self._wraps) is not layer:
                 return Reason("layer_wrapped", layer=name, how="was replaced after the model was analysed")
             if child is layer:
                 bare.add(layer)
@@ -100,7 +100,7 @@ class AddedWeights:
         return None
 
 
-def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.Tensor]:
+def add_updates(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.Tensor]:
     """The weights plus what is added to them, with the same shapes, dtypes, devices and layouts.
 
     Raises RunEagerly: it does not fit them, or there is too little memory.
@@ -111,7 +111,7 @@ def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.
     try:
         for weight, bias, items in added:
             for item in items:
-                made[weight] = _plus(made[weight], item)
+                made[weight] = _add_update(made[weight], item)
                 if item.bias is not None:
                     if bias is None:
                         raise RunEagerly(Reason("not_addable", why="a layer has no bias"))
@@ -123,7 +123,7 @@ def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.
     raise RunEagerly(reason)  # outside of the handler, whose exception would keep the weights made so far
 
 
-def _plus(weight: torch.Tensor, item: LowRank) -> torch.Tensor:
+def _add_update(weight: torch.Tensor, item: LowRank) -> torch.Tensor:
     up, down, scale = item.up, item.down, item.scale
     if isinstance(scale, torch.Tensor):
         up, scale = up * scale, 1

@@ -27,7 +27,7 @@ from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line, pass_on
 from ..core.events import log
 from ..core.fallbacks import fallbacks
-from ..core.reasons import Reason, RunEagerly, elsewhere
+from ..core.reasons import Reason, RunEagerly, find_other_device
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.kept_state import packages_of
@@ -79,7 +79,7 @@ class ResolvedGraph:
     @property
     def counter(self) -> Entry | Calls:
         """What counts its calls now (`hits`)."""
-        calls = None if self.benchmark is None else self.benchmark.at(self.elements)
+        calls = None if self.benchmark is None else self.benchmark.find_calls(self.elements)
         return self.entry if calls is None or not self.benchmark.done else calls
 
 
@@ -123,7 +123,7 @@ class GraphResolver:
         may_wait: the call waits for its graph's code, wherever that is made.
         """
         name, region, is_beside = call.kind.name, self._region, self._run.settings.beside and not may_wait
-        device = elsewhere(call.weights, call.inputs)
+        device = find_other_device(call.weights, call.inputs)
         if device is not None:
             # A graph would serve only this split of the weights, and the next run splits them differently.
             fallbacks.note(name, Reason("weights_elsewhere", device=str(device)))
@@ -149,7 +149,7 @@ class GraphResolver:
         else:
             if graph.pending is not None and not self._take_code(call, entry, graph, is_beside):
                 return self.resolve(call, observer, may_wait=True)
-            return self._resolved(call, entry, graph, observer is not None and observer.may_capture)
+            return self._make_resolved(call, entry, graph, observer is not None and observer.may_capture)
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
 
     def _take_code(self, call: Call, entry: Entry, graph: CompiledGraph, is_beside: bool) -> bool:
@@ -179,10 +179,10 @@ class GraphResolver:
         if self._cache.store is not None:
             self._cache.store.save(call.key, call.kind.name, call.devices, graph, self._interrupts)
 
-    def _resolved(self, call: Call, entry: Entry, graph: CompiledGraph, captured: bool) -> ResolvedGraph:
+    def _make_resolved(self, call: Call, entry: Entry, graph: CompiledGraph, captured: bool) -> ResolvedGraph:
         known, elements = entry.benchmarks(graph), elements_of(call.inputs)
         one_way = self._region.runs_others_code or tree_spec.runs_others_code(call.spec)
-        benchmark = known.of(call.inputs, captured, one_way) if self._run.settings.measured else None
+        benchmark = known.get_or_create(call.inputs, captured, one_way) if self._run.settings.measured else None
         if one_way:
             return ResolvedGraph(entry, graph, captured, benchmark=benchmark, elements=elements)
         dense = [one is other for one, other in zip(call.inputs, call.given, strict=True)]
@@ -223,17 +223,17 @@ class GraphResolver:
         if observer is not None:
             observer.is_stable = False
         is_beside = is_beside and call.backend == "inductor" and is_possible()
-        graph = self._compiled(call, is_beside)
+        graph = self._compile_block(call, is_beside)
         if call.any_size and not graph.serves(call):
             # The block's code fixed a size that was traced larger than it is: it is traced as it is.
-            graph = self._compiled(call, is_beside, lifts=False)
+            graph = self._compile_block(call, is_beside, lifts=False)
         if graph.pending is None:
             self._save(call, graph)
         elif self._cache.store is not None:  # torch may be set otherwise when its code is there
             self._cache.store.identify(call.key, call.kind.name, call.devices, graph)
         return graph
 
-    def _compiled(self, call: Call, is_beside: bool, lifts: bool = True) -> CompiledGraph:
+    def _compile_block(self, call: Call, is_beside: bool, lifts: bool = True) -> CompiledGraph:
         try:
             template = self._template()
         except Exception as error:
@@ -269,7 +269,7 @@ class GraphResolver:
     def _tracing(self) -> Tracing:
         """Makes the context that blocks of this kind are traced in; graphs keep it, so it refers to no block."""
         packages = packages_of(self._region.block) if self._region.kind.forms else ()
-        return functools.partial(_tracing, functools.partial(self._region.context.traceable, True), packages)
+        return functools.partial(_clean_type_tables, functools.partial(self._region.context.traceable, True), packages)
 
 
 @contextmanager
@@ -291,7 +291,7 @@ def tables_restored(packages: Collection[str], foreign: Callable[[Any], bool]) -
 
 
 @contextmanager
-def _tracing(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
+def _clean_type_tables(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
     """Take out of the tables of quantised weight classes what their code puts there while torch traces it.
 
     packages: of these classes.

@@ -21,7 +21,7 @@ from ..core.compile_settings import CompileSettings
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
-from ..core.torch_internals import seen_through
+from ..core.torch_internals import allow_inlining
 from ..modules.substitution import Forward, Layer, Order, Substitution
 from .block_runner import COMPARED, COMPILED, BlockRunner
 from .call_times import CallTime, CallTimes
@@ -51,17 +51,17 @@ class WholeCalls:
         self._name, self._layers, self._cache, self._settings = name, layers, cache, settings
         self.runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
         self._code = next((runner.code for runner in self.runners.values()), None)
-        self._all = _InPlace(layers, {}, self._code, is_bare=False)
-        self._made: dict[tuple[_Known, bool, int], _InPlace] = {}
+        self._all = _StandIns(layers, {}, self._code, is_bare=False)
+        self._made: dict[tuple[_Known, bool, int], _StandIns] = {}
         self._met: set[_Known] = set()
         self.unspared: Reason | None = None
         """Why the allocator forbids the CUDA graphs that would spare Python its part of a call, where it does."""
 
     @contextmanager
-    def in_place(self, given: Sequence[Any], are_alike: bool = True) -> Iterator[None]:
+    def put_in_place(self, given: Sequence[Any], are_alike: bool = True) -> Iterator[None]:
         """A context for one call with these arguments. are_alike: those of the same sizes call the same
         blocks, and will not be captured."""
-        known = self._known(given) if are_alike and self._code is not None else None
+        known = self._find_known(given) if are_alike and self._code is not None else None
         device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
         used, pause = (self._all, None) if known is None else self._way(known, device)
         used.asked.clear()
@@ -69,7 +69,7 @@ class WholeCalls:
             for runner in self.runners.values():
                 runner.ways.clear()
         time = None if pause is None else CallTime(device, pause)
-        with used.substitution.in_place():
+        with used.substitution.put_in_place():
             yield
         if time is not None:
             time.stop()
@@ -92,7 +92,7 @@ class WholeCalls:
                     fallbacks.note(name, why, calls=used.passes)
         return sum(used.passes * len(used.left) for used in self._made.values())
 
-    def _way(self, known: _Known, device: torch.device | None) -> tuple[_InPlace, float | None]:
+    def _way(self, known: _Known, device: torch.device | None) -> tuple[_StandIns, float | None]:
         """What is in place in the next call, and seconds to pause before it is timed; None where it is not."""
         times, left, pause = known.times, known.left, None
         is_bare = not times.is_due and times.verdict is not None
@@ -102,22 +102,30 @@ class WholeCalls:
                 is_bare, pause = times.next_is_bare, 0.0
             elif self.unspared is not None and times.spared is None:
                 pause = 2 * times.wall
-        return (self._all if left is None and not is_bare else self._without(known, is_bare)), pause
+        return (self._all if left is None and not is_bare else self._make_stand_ins(known, is_bare)), pause
 
-    def _learn(self, known: _Known, used: _InPlace, time: CallTime | None) -> None:
+    def _learn(self, known: _Known, used: _StandIns, time: CallTime | None) -> None:
         """What a call says of others like it. time: of the call, where it was timed."""
         if used is self._all:
-            known.left, known.called, known.looks = self._left(), self._called(), known.looks + 1
+            known.left, known.called, known.looks = (
+                self._find_uncompiled(),
+                self._find_called(),
+                known.looks + 1,
+            )
         elif time is not None:
             expected = used.ends | (known.called - used.left.keys())
-            if known.left is None or used.asked | self._called() != expected or self._left() not in (None, {}):
+            if (
+                known.left is None
+                or used.asked | self._find_called() != expected
+                or self._find_uncompiled() not in (None, {})
+            ):
                 known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
             elif known.times.is_due and len(known.left) < len(known.called):
                 known.times.add(time, used.is_bare)
             else:
                 known.times.add_unspared(time)
 
-    def _known(self, given: Sequence[Any]) -> _Known | None:
+    def _find_known(self, given: Sequence[Any]) -> _Known | None:
         """What is known of calls like this one; None where nothing can be."""
         of_model = self._code.known
         if of_model is None:
@@ -133,18 +141,18 @@ class WholeCalls:
             known.left, known.generation = None, self._cache.generation
         return known
 
-    def _without(self, known: _Known, is_bare: bool) -> _InPlace:
+    def _make_stand_ins(self, known: _Known, is_bare: bool) -> _StandIns:
         how = known, is_bare, known.looks
         if how not in self._made:
             left = dict.fromkeys(at for at in self.runners if at in known.called) if is_bare else known.left or {}
-            self._made[how] = _InPlace(self._layers, left, self._code, is_bare)
+            self._made[how] = _StandIns(self._layers, left, self._code, is_bare)
         return self._made[how]
 
-    def _called(self) -> set[torch.nn.Module]:
+    def _find_called(self) -> set[torch.nn.Module]:
         """The blocks whose stand-ins the last call has asked."""
         return {block for block, runner in self.runners.items() if runner.ways}
 
-    def _left(self) -> dict[torch.nn.Module, Reason | None] | None:
+    def _find_uncompiled(self) -> dict[torch.nn.Module, Reason | None] | None:
         """The blocks that the last call left uncompiled, as calls like it will; None where it compared some, or called
         none."""
         of_blocks: dict[torch.nn.Module, set[Any]] = {block: runner.ways for block, runner in self.runners.items()}
@@ -169,7 +177,7 @@ class _Known:
         self.times = CallTimes()
 
 
-class _InPlace:
+class _StandIns:
     """What is in place in calls.
 
     left: blocks that have no stand-in. is_bare: they are all that such calls call. passes: calls of the first of them.
@@ -179,11 +187,11 @@ class _InPlace:
         self.left, self.is_bare, self.passes, self._code = left, is_bare, 0, code
         kept = {module: layer for module, layer in layers.items() if module not in left}
         self.ends, self.asked = {*list(left)[:1], *list(left)[-1:]}, set()
-        kept.update({block: functools.partial(self._passed, block) for block in self.ends})
+        kept.update({block: functools.partial(self._call_counted, block) for block in self.ends})
         self.substitution = Substitution(kept, Order.COMPILED)
 
-    @seen_through
-    def _passed(self, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    @allow_inlining
+    def _call_counted(self, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """A call of the first block without a stand-in: where others' code is noticed, and calls are counted."""
         if not torch.compiler.is_dynamo_compiling():
             self.asked.add(block)

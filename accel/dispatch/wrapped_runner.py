@@ -9,7 +9,7 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 
 from ..core.reasons import Reason
-from ..core.torch_internals import seen_through
+from ..core.torch_internals import allow_inlining
 from ..fingerprint.survey import Region
 from ..modules.substitution import foreign_forward, forward_of
 from ..modules.wrapped_forward import WrappedForward
@@ -28,7 +28,7 @@ class WrappedRunner(BlockRunner):
         self._own, self.for_own_alone = region.wrapped.own, region.wrapped.is_on_class
         self._wrap(region.wrapped)  # type: ignore[arg-type]  # made where there is one alone
 
-    @seen_through
+    @allow_inlining
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or compiler_around() is not None:
             return super().__call__(inner, *args, **kwargs)
@@ -36,7 +36,7 @@ class WrappedRunner(BlockRunner):
             return super().__call__(inner, *args, **kwargs)
         block = self._region.block
         if not self._wrapped.stands(block, inner):
-            now = WrappedForward.of(block)  # one like it, made anew as for each call
+            now = WrappedForward.find(block)  # one like it, made anew as for each call
             if now is not None and now.own is self._own and now.is_on_class == self.for_own_alone:
                 self._wrap(now)
             elif now is None and forward_of(type(block))[1] is self._own and foreign_forward(block) is None:
@@ -52,4 +52,4 @@ class WrappedRunner(BlockRunner):
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return run(inside, *args, **kwargs) if module is block else own(module, *args, **kwargs)
 
-        self._wrapped, self._wrapper = wrapped, wrapped.around(forward, block)
+        self._wrapped, self._wrapper = wrapped, wrapped.wrap(forward, block)

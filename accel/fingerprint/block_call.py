@@ -46,7 +46,7 @@ class Call:
 
     @functools.cached_property
     def _split(self) -> tuple[tree_spec.Spec, tuple[str, ...]]:
-        return tree_spec.without_values(self.spec)
+        return tree_spec.remove_values(self.spec)
 
     @property
     def values(self) -> tuple[str, ...]:

@@ -141,12 +141,12 @@ def may_keep(code: types.CodeType) -> bool:
     )
 
 
-def filled(code: types.CodeType) -> frozenset[str]:
+def find_changed_lists(code: types.CodeType) -> frozenset[str]:
     """The arguments of which the code, or those nested in it, may change the items, if they are lists."""
-    return _filled(code).intersection(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return _find_changed_lists(code).intersection(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
-def _filled(code: types.CodeType) -> frozenset[str]:
+def _find_changed_lists(code: types.CodeType) -> frozenset[str]:
     names, on_line = set(), []
     for step in dis.get_instructions(code):
         if step.starts_line not in (None, False):
@@ -156,7 +156,7 @@ def _filled(code: types.CodeType) -> frozenset[str]:
         elif step.opname in _MUTATES or step.opname in _ATTRIBUTES and step.argval in _CHANGING:
             names.update(on_line)
     nested = (item for item in code.co_consts if isinstance(item, types.CodeType))
-    return frozenset(names).union(*(_filled(inner).intersection(inner.co_freevars) for inner in nested))
+    return frozenset(names).union(*(_find_changed_lists(inner).intersection(inner.co_freevars) for inner in nested))
 
 
 def _constant(item: Any) -> Any:

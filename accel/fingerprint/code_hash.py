@@ -22,7 +22,7 @@ import torch
 
 from ..modules.code_owner import home_of, package_of
 from ..signature.switches import read_settings
-from .code_facts import facts_of, filled, is_of_dataclass
+from .code_facts import facts_of, find_changed_lists, is_of_dataclass
 from .code_references import (
     BASES,
     CONTAINERS,
@@ -30,12 +30,12 @@ from .code_references import (
     MAX_ITEMS,
     CodeReferences,
     functions_in,
-    given_to,
     has_named_state,
     is_foreign,
+    is_of_library,
     is_run,
     methods_of,
-    of_library,
+    read_held_values,
 )
 from .code_snapshot import CodeNotes
 from .plain_values import OPERATORS, PLAIN, Indescribable, References, describe_value
@@ -147,7 +147,7 @@ class CodeReader:
             self._hashes[key] = self._hash(*key)
         return self._hashes[key]
 
-    def resting_on(self, code: CodeHash, classes: Iterable[type]) -> CodeHash:
+    def add_class_files(self, code: CodeHash, classes: Iterable[type]) -> CodeHash:
         """The hash with the files of these classes among its sources, whose code decides what the code's operators do.
 
         Of that code only the names are described: it finds what to run in registries.
@@ -172,7 +172,8 @@ class CodeReader:
         self.notes.watch_function(function)
         try:
             references = CodeReferences(self)
-            values = tuple(references.describe_default(value, function, name) for name, value in given_to(function))
+            held = read_held_values(function)
+            values = tuple(references.describe_default(value, function, name) for name, value in held)
         finally:
             self._active.discard(id(function))
         described = (function.__module__, function.__qualname__, facts_of(function.__code__).digest, values)
@@ -227,7 +228,7 @@ class CodeReader:
             if found.filled and package_of(home_of(found.function)) not in own:
                 name = found.function.__qualname__
                 raise Indescribable(f"{name}, which keeps {found.filled[0]} from one call to the next")
-        unread = never_read(set_anywhere, [function.function.__code__ for function in reached])
+        unread = find_unread_attributes(set_anywhere, [function.function.__code__ for function in reached])
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
         values = {value for function in reached for value in function.values if value[:2] not in assigned}
@@ -280,16 +281,16 @@ class _Function:
             reader.notes.ignore(scope, name)
         self._names: list[tuple] = []
         self._namespaces: set[Any] = set()
-        for name, value in given_to(function):
+        for name, value in read_held_values(function):
             self.references.describe_default(value, function, name)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        has_lists, is_library = any(isinstance(value, list) for value in defaults), of_library(home_of(function))
-        self.filled = sorted(filled(function.__code__)) if has_lists and not is_library else []
+        has_lists, is_library = any(isinstance(value, list) for value in defaults), is_of_library(home_of(function))
+        self.filled = sorted(find_changed_lists(function.__code__)) if has_lists and not is_library else []
         if not is_library and self.facts.names & _ENVIRONMENT:
             self._read_environment()
         self._follow("", scope, scope, is_library)
         for level, name in sorted(self.facts.imports):
-            for module in _imported(level, name, scope):
+            for module in _find_imported_modules(level, name, scope):
                 self._follow_namespace(module.__name__, module, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
@@ -300,7 +301,7 @@ class _Function:
         self.calls: list[types.FunctionType] = []
         for call in self.references.all_functions():
             # Of a library's, such as `contextlib.contextmanager` makes, those that it wraps.
-            wrapped = (inner for _, value in given_to(call) for inner in functions_in(value))
+            wrapped = (inner for _, value in read_held_values(call) for inner in functions_in(value))
             self.calls += filter(_is_followed, [call] if _is_followed(call) else wrapped)
         self.described = repr((reader.describe_function(function), self._names))
 
@@ -348,7 +349,9 @@ class _Function:
                     _require_torchs(inner, value)
                 self._names.append((inner, [references.function(function) for function in called]))
             elif isinstance(value, OPERATORS):
-                self._names.append((inner, references.named(value) if is_library else references.describe(value)))
+                self._names.append(
+                    (inner, references.describe_type(value) if is_library else references.describe(value))
+                )
             elif is_code:
                 self._follow_namespace(inner, value, is_library)
             elif is_library and type(value) in PLAIN:
@@ -362,16 +365,18 @@ class _Function:
                 references.add(found)
 
     def _follow_namespace(self, path: str, value: types.ModuleType | type, is_library: bool) -> None:
-        is_passed_by = isinstance(value, type) and (issubclass(value, torch.nn.Module) or of_library(value.__module__))
+        is_passed_by = isinstance(value, type) and (
+            issubclass(value, torch.nn.Module) or is_of_library(value.__module__)
+        )
         if value in self._namespaces or is_passed_by:
             return
         self._namespaces.add(value)
         if isinstance(value, types.ModuleType):
-            self._follow(f"{path}.", vars(value), vars(value), is_library or of_library(value.__name__))
+            self._follow(f"{path}.", vars(value), vars(value), is_library or is_of_library(value.__name__))
             return
         self.references.add_source_of(value)
         for cls in (*value.__mro__, *type(value).__mro__):  # type: ignore[misc]  # of the metaclass
-            if not of_library(cls.__module__):
+            if not is_of_library(cls.__module__):
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
 
     def _read_environment(self) -> None:
@@ -410,7 +415,7 @@ class _Function:
             yield references.describe(value)
 
 
-def never_read(attributes: frozenset[str], codes: Iterable[types.CodeType]) -> frozenset[str]:
+def find_unread_attributes(attributes: frozenset[str], codes: Iterable[types.CodeType]) -> frozenset[str]:
     """Attributes never read: neither by name nor by getattr with a prefix or suffix found in the code (f"kept_{n}")."""
     facts = list(map(facts_of, codes))
     strings = frozenset().union(*(of.strings for of in facts))
@@ -439,11 +444,11 @@ def _class_attributes(cls: type, names: frozenset[str], references: CodeReferenc
 
 def _require_torchs(name: str, value: Any) -> None:
     """Raise Indescribable if other code stands for what torch's own functions call: graphs of torch name only these."""
-    if any(not of_library(home_of(function)) for function in functions_in(value)):
+    if any(not is_of_library(home_of(function)) for function in functions_in(value)):
         raise Indescribable(f"code of another extension in place of torch's {name}")
 
 
-def _imported(level: int, name: str, scope: Mapping[str, Any]) -> Iterator[types.ModuleType]:
+def _find_imported_modules(level: int, name: str, scope: Mapping[str, Any]) -> Iterator[types.ModuleType]:
     """The modules that an import in the middle of code gives, where they are there: the one named and the outermost."""
     package = scope.get("__package__") or ""
     full = importlib.util.resolve_name("." * level + name, package) if level and package else name
@@ -452,7 +457,7 @@ def _imported(level: int, name: str, scope: Mapping[str, Any]) -> Iterator[types
 
 def _is_functional(function: types.FunctionType) -> bool:
     """Whether it is one of torch's functions that models call."""
-    return function.__module__ == _FUNCTIONAL and of_library(home_of(function))
+    return function.__module__ == _FUNCTIONAL and is_of_library(home_of(function))
 
 
 def is_generated(scope: Mapping[str, Any]) -> bool:
@@ -469,10 +474,10 @@ def _is_hidden(function: types.FunctionType) -> bool:
 
 
 def _is_followed(function: types.FunctionType) -> bool:
-    return _is_functional(function) or not of_library(home_of(function))
+    return _is_functional(function) or not is_of_library(home_of(function))
 
 
-def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -> types.CodeType | None:
+def find_unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -> types.CodeType | None:
     """The first of what ran that is neither among what was read, nor a library's or this engine's; None without one."""
     known = set(read)
     waiting = list(known)

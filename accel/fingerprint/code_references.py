@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..modules.code_owner import home_of, package_of
-from .code_facts import facts_of, filled
+from .code_facts import facts_of, find_changed_lists
 from .code_snapshot import CodeNotes
 from .module_files import Unknown, source_of
 from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
@@ -74,7 +74,7 @@ class CodeReferences(References):
 
     def add_source_of(self, cls: type) -> None:
         """Note the module that a class is from."""
-        if not of_library(cls.__module__):
+        if not is_of_library(cls.__module__):
             module = sys.modules.get(cls.__module__)
             self.add_source({"__name__": cls} if module is None else vars(module))
 
@@ -96,7 +96,7 @@ class CodeReferences(References):
         self.add(found)
         return described
 
-    def named(self, value: Any) -> Any:
+    def describe_type(self, value: Any) -> Any:
         """A description of a value that a library reads: of an indescribable one its type."""
         try:
             return describe_value(value, References(self.reader))
@@ -105,13 +105,13 @@ class CodeReferences(References):
 
     def describe_default(self, value: Any, function: types.FunctionType, name: str) -> Any:
         """A description of one of the function's defaults, or of what is in one of its cells. name: in its code."""
-        code, is_library = function.__code__, of_library(home_of(function))
+        code, is_library = function.__code__, is_of_library(home_of(function))
         if isinstance(value, (tuple, list)):
             if isinstance(value, list) and not is_library:
                 self.notes.watch_items(value)
             return tuple(self.describe_default(item, function, name) for item in value)
         if isinstance(value, dict) and name not in code.co_freevars:
-            if is_library or name in filled(code):  # models fill a default with what a call comes to
+            if is_library or name in find_changed_lists(code):  # models fill a default with what a call comes to
                 return ("dict", *self.functions_of(value, is_filled=True))
             described = self.describe(value)
             return ("dict", *self.functions_of(value, is_whole=True)) if described is None else described
@@ -123,7 +123,7 @@ class CodeReferences(References):
         described = [self.function(inner) for inner in functions_in(value)]
         if described:
             return described if is_library else [*described, *self.owner_of(value)]
-        return self.named(value) if is_library else self.describe_part(value, name, [code])
+        return self.describe_type(value) if is_library else self.describe_part(value, name, [code])
 
     def owner_of(self, value: Any) -> list[tuple]:
         """Descriptions of what a bound method reads of the object that it is bound to; none for anything else."""
@@ -171,7 +171,7 @@ class CodeReferences(References):
             self.notes.watch(state, name)
             described.append((name, self.describe_part(state[name], name, codes)))
         for base in cls.__mro__:
-            if of_library(base.__module__):
+            if is_of_library(base.__module__):
                 continue
             for name in sorted(names.intersection(vars(base)).difference(state)):
                 self.notes.watch_absent(state, name)
@@ -192,7 +192,7 @@ class CodeReferences(References):
             if type(item) in PLAIN and type(key) in PLAIN:
                 beside.append(repr((key, item)))
             elif isinstance(item, OPERATORS):
-                described.append(repr(self.named(item)))
+                described.append(repr(self.describe_type(item)))
             for function in functions_in(item):
                 try:
                     described.append(repr([self.function(function), *self.owner_of(item)]))
@@ -258,25 +258,25 @@ def find_codes_run_by(
     while waiting:
         value = waiting.pop()
         cls = value if isinstance(value, type) else type(value)
-        of_class = () if of_library(cls.__module__) else (method for _, method in methods_of(cls))
+        of_class = () if is_of_library(cls.__module__) else (method for _, method in methods_of(cls))
         for function in (*functions_in(value), *of_class):
             if id(function) in seen or home_of(function).startswith(_ENGINE):
                 continue
             seen[id(function)] = function
-            waiting += (of for _, of in given_to(function))
-            if of_library(home_of(function)):  # a decorator's product: what it wraps is what it is given
+            waiting += (of for _, of in read_held_values(function))
+            if is_of_library(home_of(function)):  # a decorator's product: what it wraps is what it is given
                 continue
             names, scope = facts_of(function.__code__).names, function.__globals__
             waiting += (method for name in names.intersection(methods) for method in methods[name])
             for each in [scope[name] for name in names.intersection(scope)]:
-                inside = vars(each) if isinstance(each, types.ModuleType) and not of_library(each.__name__) else {}
+                inside = vars(each) if isinstance(each, types.ModuleType) and not is_of_library(each.__name__) else {}
                 waiting += (each, *(inside[name] for name in names.intersection(inside)))
-    return frozenset(function.__code__ for function in seen.values() if not of_library(home_of(function)))
+    return frozenset(function.__code__ for function in seen.values() if not is_of_library(home_of(function)))
 
 
 def is_foreign(value: Any) -> bool:
     """Whether what can be called may be of anybody's making."""
-    return isinstance(value, functools.partial) or not of_library(type(value).__module__)
+    return isinstance(value, functools.partial) or not is_of_library(type(value).__module__)
 
 
 def is_run(name: str, value: Any) -> bool:
@@ -299,7 +299,7 @@ def functions_in(value: Any) -> Iterator[types.FunctionType]:
         yield from functions_in(value.__wrapped__)
 
 
-def given_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def read_held_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The values that the function holds, by name: its defaults, the contents of its cells, where a decorator's product
     has what it wraps, and those attributes that are plain or functions."""
     code, defaults = function.__code__, function.__defaults__ or ()
@@ -316,7 +316,7 @@ def given_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
     """Whether the module of this name is of Python, torch or a library whose functions are not followed."""
     return package_of(module) in _LIBRARIES
 
@@ -337,7 +337,7 @@ def has_named_state(value: Any) -> bool:
     cls = type(value)
     if cls in PLAIN or isinstance(value, (torch.nn.Module, torch.Tensor, enum.Enum)):
         return False
-    return hasattr(value, "__dict__") and (not of_library(cls.__module__) or cls in _RECORDS)
+    return hasattr(value, "__dict__") and (not is_of_library(cls.__module__) or cls in _RECORDS)
 
 
 def _has_no_state(value: Any) -> bool:

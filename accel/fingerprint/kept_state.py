@@ -17,7 +17,7 @@ import torch
 from ..core import torch_internals
 from ..modules.code_owner import package_of
 from .code_facts import facts_of, is_of_dataclass, may_keep
-from .code_hash import is_installed, is_of_program, never_read
+from .code_hash import find_unread_attributes, is_installed, is_of_program
 
 _WEIGHTS = ("._parameters", "._buffers")
 """Dicts of modules in which `functional_call` puts a call's weights, and takes them out again."""
@@ -46,7 +46,7 @@ def refuse_kept_state(
         name = name_of(variable.source)
         names = frozenset(effects.store_attr_mutations.get(variable, ()))
         is_module = isinstance(getattr(variable, "value", None), torch.nn.Module)
-        is_unread = is_module and codes and never_read(names, (*codes, *read)) == names
+        is_unread = is_module and codes and find_unread_attributes(names, (*codes, *read)) == names
         others = code_of_others(codes, model)  # which would read elsewhere what they set
         is_noted = is_unread and all(names.isdisjoint(facts_of(code).assigned) for code in others)
         if not name.endswith(_WEIGHTS) and not is_noted:

@@ -72,7 +72,7 @@ class Kind:
 class GraphKey:
     """The key of one compiled graph.
 
-    call: its structure without values (`tree_spec.without_values`), for which few graphs of one key are kept.
+    call: its structure without values (`tree_spec.remove_values`), for which few graphs of one key are kept.
     inputs: the block's weights, then the call's tensors. sizes: of these; None for a graph that serves any size.
     Sigma, seeds, uuids and LoRA strength are not part of it, because only values depend on them.
     """
@@ -162,7 +162,7 @@ def describe(
     classes = {type(module) for _, module in parts}
     classes = classes.union(*(form.running for _, _, form in weights if form is not None))
     code, state = _read(parts, classes, references, wrapped)
-    code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
+    code = reader.add_class_files(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
     settings = []
     for (path, module), attributes in zip(parts, state, strict=True):
@@ -176,10 +176,10 @@ def describe(
         forms.append(form)
         if form is None:
             shapes.append(tensor.shape)
-            digest.update(repr((name, *_laid_out(tensor))).encode())
+            digest.update(repr((name, *_describe_layout(tensor))).encode())
             continue
         shapes += [torch.Size()] * len(form.names)
-        digest.update(repr((name, _stored(tensor, form, name, references, code.attributes))).encode())
+        digest.update(repr((name, _describe_stored(tensor, form, name, references, code.attributes))).encode())
     return Description(
         name=type(block).__name__,
         digest=digest.hexdigest(),
@@ -228,12 +228,12 @@ def _numbers(parts: Iterable[tuple[str, torch.nn.Module]]) -> tuple[tuple[str, s
     )
 
 
-def _laid_out(tensor: torch.Tensor) -> tuple:
+def _describe_layout(tensor: torch.Tensor) -> tuple:
     spec = tensor_spec(tensor)
     return spec.dtype, spec.ndim, spec.layout, tensor.stride() if isinstance(spec.layout, tuple) else None
 
 
-def _stored(
+def _describe_stored(
     tensor: torch.Tensor, form: StoredForm | None, name: str, references: References, read: frozenset[str]
 ) -> tuple:
     """What describes a weight of a class of its own: its form, and the tensors in it, sizes included.
@@ -241,7 +241,7 @@ def _stored(
     read: the attributes that the block's code may read.
     """
     if form is None:
-        return (*_laid_out(tensor), tuple(tensor.shape))
+        return (*_describe_layout(tensor), tuple(tensor.shape))
     context = form.context
     if stored_form.is_data(form.cls):
         context = {attribute: value for attribute, value in context.items() if attribute in read}
@@ -249,7 +249,10 @@ def _stored(
         context = describe_value(context, references)
     except Indescribable as reason:
         raise Indescribable(f"{name} holds {reason}") from None
-    inner = [(part, _stored(getattr(tensor, part), of, f"{name}.{part}", references, read)) for part, of in form.parts]
+    inner = [
+        (part, _describe_stored(getattr(tensor, part), of, f"{name}.{part}", references, read))
+        for part, of in form.parts
+    ]
     return (form.cls.__module__, form.cls.__qualname__, form.shape, form.stride, context, inner, *form.factors)
 
 
@@ -346,14 +349,14 @@ def template_of(
         block; the copy has the forward inside.
     """
     memo: dict[int, Any] = {}
-    unread = [] if read is None else list(_unread(block, wraps, dict(read)))
+    unread = [] if read is None else list(_find_unread_settings(block, wraps, dict(read)))
     memo.update((id(value), None) for _, _, value in unread if not isinstance(value, _NOT_COPIED))
     for _, tensor in wrapped_layers.weights(block, wraps):
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, torch.nn.Parameter):
             empty = torch.nn.Parameter(empty, requires_grad=False)
         memo[id(tensor)] = empty
-    for wrapper, layer in wrapped_layers.wrapped(block, wraps):
+    for wrapper, layer in wrapped_layers.find_wrapped(block, wraps):
         memo[id(wrapper)] = copy.deepcopy(layer, memo)
     template = copy.deepcopy(block, memo)
     # The block itself keeps its stand-in: other threads may be calling it.
@@ -371,7 +374,7 @@ def template_of(
     return template
 
 
-def _unread(
+def _find_unread_settings(
     block: torch.nn.Module, wraps: Wraps | None, read: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str, Any]]:
     """(path, name, value) of the settings of the block's parts that are not plain, and not among the read ones."""

@@ -50,13 +50,13 @@ def digest(sources: Iterable[str]) -> str:
     """A digest of the code in these files and folders, wherever they are. Each folder is looked through at most once in
     `_LOOK_EVERY` seconds. Raises Unknown: a file has changed since this process began, or cannot be read."""
     period = int(time.monotonic() / _LOOK_EVERY)
-    digests = sorted(_of_source(source, _BEGAN, period) for source in sources)
+    digests = sorted(_hash_source(source, _BEGAN, period) for source in sources)
     return hashlib.sha256(repr(digests).encode()).hexdigest()[:24]
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_source(source: str, began: float, period: int) -> str:
-    files = sorted((name, _checked(file, began)) for name, file in _files(source))
+def _hash_source(source: str, began: float, period: int) -> str:
+    files = sorted((name, _hash_unchanged_file(file, began)) for name, file in _files(source))
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
@@ -73,17 +73,17 @@ def _files(source: str) -> Iterator[tuple[str, str]]:
                 yield os.path.relpath(path, source).replace(os.sep, "/"), path
 
 
-def _checked(file: str, began: float) -> str:
+def _hash_unchanged_file(file: str, began: float) -> str:
     try:
         status = os.stat(file)
         if max(status.st_mtime, status.st_ctime) > began:
             raise Unknown(f"{os.path.basename(file)} has changed since this process began")
-        return _of_file(file, status.st_mtime_ns, status.st_size)
+        return _hash_file(file, status.st_mtime_ns, status.st_size)
     except OSError:
         raise Unknown(f"{os.path.basename(file)}, a file of its code, is gone") from None
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _of_file(file: str, changed: int, size: int) -> str:
+def _hash_file(file: str, changed: int, size: int) -> str:
     with open(file, "rb") as code:
         return hashlib.sha256(code.read()).hexdigest()

@@ -21,7 +21,7 @@ from ..modules.blocks import blocks
 from ..modules.code_owner import package_of
 from ..modules.opaque_layers import OpaqueLayer, runs_others_code
 from ..modules.snapshot import LayoutSnapshot
-from ..modules.streamed_weights import Plain, in_place
+from ..modules.streamed_weights import Plain, keep_in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
@@ -136,7 +136,7 @@ class Region:
     given: GivenCode | None = None
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def of_calls_with(self, functions: tuple[Function, ...]) -> Region:
+    def specialize_for_functions(self, functions: tuple[Function, ...]) -> Region:
         """The region of the block where it is given these functions. Raises Indescribable."""
         known = self.known.get(functions)
         if known is None and not {package_of(function.module) for function in functions} <= packages_of(self.block):
@@ -267,7 +267,7 @@ class KeptSurveys:
         return type(None), ()
 
     @classmethod
-    def on(cls, model: torch.nn.Module) -> KeptSurveys:
+    def get_or_create(cls, model: torch.nn.Module) -> KeptSurveys:
         """The model's kept surveys; creates the store on first use."""
         found = model.__dict__.get(_SLOT)
         if not isinstance(found, cls):
@@ -298,7 +298,7 @@ def survey(
     min_repetitions: int = 1,
     ignored: frozenset[tuple[str, str]] = frozenset(),
     wraps: Wraps | None = None,
-    plain: Plain = in_place,
+    plain: Plain = keep_in_place,
     traceable: Traceable = nullcontext,
 ) -> Survey:
     """The model's blocks and their kinds.
@@ -315,7 +315,9 @@ def survey(
     hooks = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
     for of_all in hooks:
         reader.notes.watch_items(of_all)
-    found = [_Block(path, block, block, CodeNotes(), WrappedForward.of(block)) for path, block in blocks(model, wraps)]
+    found = [
+        _Block(path, block, block, CodeNotes(), WrappedForward.find(block)) for path, block in blocks(model, wraps)
+    ]
     for block in found:
         try:
             if any(hooks):
@@ -411,7 +413,9 @@ def _notes_of(of: _Block, wraps: Wraps | None, read: Read | None = None) -> Code
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
                 notes.watch(part.__dict__, name)
         note_part(part, notes, shown=of.shown is of.block, outermost=not path)
-    for part, _ in wrapped_layers.wrapped(of.block, wraps):  # which is called as it is for as long as these are there
+    for part, _ in wrapped_layers.find_wrapped(
+        of.block, wraps
+    ):  # which is called as it is for as long as these are there
         notes.watch_absent(part.__dict__, "forward")
         notes.watch_len(part._forward_hooks)
         notes.watch_len(part._forward_pre_hooks)

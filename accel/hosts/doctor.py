@@ -30,8 +30,8 @@ def parts() -> Iterator[tuple[str, Reason]]:
     """Each part of the machine: its name, and what is said of it."""
     device = _device()
     yield "Versions", _versions()
-    yield "Device", _named(device)
-    lacking = backend_named(DEFAULT).missing() or toolchain.lacking(device)
+    yield "Device", _describe_device(device)
+    lacking = backend_named(DEFAULT).find_missing() or toolchain.find_missing(device)
     if lacking is not None:
         yield "Compiling", Reason("compiles_not", why=lacking)
     elif device == "cpu":
@@ -65,7 +65,7 @@ def _device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def _named(device: str) -> Reason:
+def _describe_device(device: str) -> Reason:
     if device == "cpu":
         return Reason("device_cpu")
     if device != "cuda":

@@ -68,7 +68,7 @@ def _conv_forward_with(self, x, weight, bias, *own, **named):
 
 
 @functools.lru_cache(maxsize=64)
-def _over_operator(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _make_operator_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A convolution's class with the operator in the place of torch's method, which its own method calls."""
     own = next(base for base in cls.__mro__ if base in _CONVOLUTIONS)
     operator = type(own.__name__, (own,), {"_conv_forward": _conv_forward})
@@ -89,7 +89,7 @@ def define() -> None:
 
 
 @contextmanager
-def called_directly() -> Iterator[None]:
+def call_directly() -> Iterator[None]:
     """A context in which inductor generates calls of torch's function where its result is laid out as the operator's:
     channels last, not all libraries give what they are given."""
     own = LIBRARY_CALL.get(None)
@@ -102,7 +102,7 @@ def called_directly() -> Iterator[None]:
             node.python_kernel_name = "torch.convolution"
         own(self, node)
 
-    with LIBRARY_CALL.replaced(write):
+    with LIBRARY_CALL.replace(write):
         yield
 
 
@@ -119,7 +119,7 @@ def leave_to_library(template: torch.nn.Module) -> None:
         ):
             forward = _conv_forward
             if all(type(module)._conv_forward is not cls._conv_forward for cls in _CONVOLUTIONS):
-                module.__class__ = cls = _over_operator(type(module))  # type: ignore[arg-type]  # a class is hashable
+                module.__class__ = cls = _make_operator_class(type(module))  # type: ignore[arg-type]  # a class is hashable
                 # What it makes of the weight or of its input belongs to what the block computes.
                 names = getattr(getattr(cls._conv_forward, "__code__", None), "co_names", ())
                 forward = _conv_forward_with if "cudnn_convolution" in names else cls._conv_forward

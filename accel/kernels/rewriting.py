@@ -36,12 +36,12 @@ _IN_PLACE = {
 
 
 @contextmanager
-def rewritten_graphs(device: str | None) -> Iterator[None]:
+def rewrite_graphs(device: str | None) -> Iterator[None]:
     """A context in which inductor rewrites graphs before it compiles them. device: the type of the device they run on.
 
     Where this torch lacks what that takes, or a pass of somebody else's has that place, nothing changes.
     """
-    lacks = torch_internals.lacking(torch_internals.REWRITING) is not None
+    lacks = torch_internals.find_missing(torch_internals.REWRITING) is not None
     if device != DEVICE or lacks or toolchain.triton_version() is None:
         yield
         return

@@ -44,23 +44,23 @@ def narrow_sizes() -> Iterator[None]:
     anything else with a product (divides by it, compares it) keeps sizes of 64 bits. Where this torch lacks what that
     takes, nothing changes.
     """
-    if torch_internals.lacking(torch_internals.NARROW_SIZES) is not None:
+    if torch_internals.find_missing(torch_internals.NARROW_SIZES) is not None:
         yield
         return
     kernel = torch_internals.TRITON_KERNEL.get()
     finish = kernel.codegen_kernel
 
-    def narrowed(self: Any, name: str | None = None) -> str:
+    def finish_narrowed(self: Any, name: str | None = None) -> str:
         narrow, original = _narrow(self), torch_internals.KERNEL_SIGNATURE.get()
 
-        def typed(*args: Any, **kwargs: Any) -> dict[str, str]:
+        def narrow_types(*args: Any, **kwargs: Any) -> dict[str, str]:
             types = original(*args, **kwargs)
             return {name: "i32" if name in narrow and of == "i64" else of for name, of in types.items()}
 
-        with torch_internals.KERNEL_SIGNATURE.replaced(typed):
+        with torch_internals.KERNEL_SIGNATURE.replace(narrow_types):
             return finish(self, name)
 
-    with patch.object(kernel, "codegen_kernel", narrowed):
+    with patch.object(kernel, "codegen_kernel", finish_narrowed):
         yield
 
 

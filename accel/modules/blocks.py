@@ -70,7 +70,7 @@ def _contains_blocks(module: torch.nn.Module, lists: tuple[type, ...], wraps: Wr
     )
 
 
-def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module that `torch.compile` was given, where this is what it returned."""
     return getattr(model, "_orig_mod", model)
 

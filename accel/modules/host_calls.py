@@ -68,7 +68,7 @@ def call_host(
         if kwargs.get(name) is not None
     }
     rest = {name: item for name, item in kwargs.items() if name not in options}
-    how = _written((*_without((args, rest), given), options))
+    how = _write_call((*_take_tensors((args, rest), given), options))
     return torch.ops.accel.call_host(given, like or given[:1], finder, place, how, size)
 
 
@@ -77,33 +77,33 @@ def is_others(error: Exception) -> bool:
     return getattr(error, "is_of_others", False)
 
 
-def _without(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The value with ... in place of its tensors, which go to the list in order."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ...
     if isinstance(value, (tuple, list)):
-        return type(value)([_without(item, tensors) for item in value])
+        return type(value)([_take_tensors(item, tensors) for item in value])
     if isinstance(value, dict):
-        return {name: _without(item, tensors) for name, item in value.items()}
+        return {name: _take_tensors(item, tensors) for name, item in value.items()}
     return value
 
 
 @torch.compiler.assume_constant_result
-def _written(how: Any) -> str:
+def _write_call(how: Any) -> str:
     """A call without its tensors as text. Raises TypeError: it has other values than plain ones."""
-    how = _as_text(how)
+    how = _write_value(how)
     text = repr(how).replace("Ellipsis", "...")
     if ast.literal_eval(text) != how:
         raise TypeError(f"what a graph would call is given {text}")
     return text
 
 
-def _as_text(value: Any) -> Any:
+def _write_value(value: Any) -> Any:
     if type(value) in (list, tuple):
-        return type(value)(map(_as_text, value))
+        return type(value)(map(_write_value, value))
     if type(value) is dict:
-        return {name: _as_text(item) for name, item in value.items()}
+        return {name: _write_value(item) for name, item in value.items()}
     if isinstance(value, torch.dtype):
         return str(value)
     return True if isinstance(value, RunsOthersCode) else value
@@ -113,14 +113,14 @@ _read = functools.lru_cache(maxsize=1024)(ast.literal_eval)
 """The value of a text, which nobody may change."""
 
 
-def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _put_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The value that was written, with these tensors."""
     if value is ...:
         return next(tensors)
     if isinstance(value, (tuple, list)):
-        return type(value)([_with(item, tensors) for item in value])
+        return type(value)([_put_tensors(item, tensors) for item in value])
     if isinstance(value, dict):
-        return {name: _with(item, tensors) for name, item in value.items()}
+        return {name: _put_tensors(item, tensors) for name, item in value.items()}
     return _DTYPES.get(value, value) if type(value) is str else value
 
 
@@ -134,7 +134,7 @@ def _run(given, like, finder, place, how, size):
             with torch.inference_mode(False):  # whose tensors count their changes
                 copies = {tensor: tensor.clone() for tensor in given}
             given = [copies[tensor] for tensor in given]
-        args, kwargs, options = _with(_read(how), iter(given))
+        args, kwargs, options = _put_tensors(_read(how), iter(given))
         options = {name: OPTIONS[name].of_call(of_block) for name, of_block in options.items()}
         out = callee.function(*args, **kwargs, **options)
         outs = (out,) if len(like) == 1 else out

@@ -119,13 +119,13 @@ class OpaqueLayers:
     ) -> OpaqueLayer:
         """What stands for a part. features, is_others, like: as of `OpaqueLayer`."""
         if layer not in self._of:
-            cls = _standing_for(type(layer)) if is_others else OpaqueLayer  # type: ignore[arg-type]  # a class is hashable
+            cls = _make_stand_in_class(type(layer)) if is_others else OpaqueLayer  # type: ignore[arg-type]  # a class is hashable
             self._of[layer] = None, True, cls(features, is_others, like)
         return self._of[layer][2]
 
 
 @functools.lru_cache(maxsize=256)
-def _standing_for(cls: type) -> type:
+def _make_stand_in_class(cls: type) -> type:
     """A class of stand-ins for parts of a class, which code finds to be of it."""
     if hasattr(cls, "__iter__") or type(cls) is not type:  # which would be empty, or be made in a way of its own
         return OpaqueLayer

@@ -65,7 +65,7 @@ class LayoutSnapshot:
         self._class = type(model)
         self.parts = [part for part in _changeable(model) if part is not model]
         self._states = [state for state in map(vars, self.parts) if all(name in state for name in _NAMED)]
-        self._named = self._named_now()
+        self._named = self._read_members()
         self._sizes = list(map(len, self._named))
         self._children = [named for named in self._named[:: len(_NAMED)] if named]
         self._blocks = [*(block for block, _ in blocks), *eager]
@@ -87,22 +87,22 @@ class LayoutSnapshot:
             if shown is not block
             for part, as_shown in zip(block.modules(), shown.modules(), strict=True)
         ]
-        self._kept, self._state = self._objects(), self._described()
+        self._kept, self._state = self._objects(), self._describe_storage()
         tensors = self._tensors(weights)
-        self._described_as, self._guard = _described(weights, tensors), tensor_guard(tensors)
+        self._described_as, self._guard = _describe_storage(weights, tensors), tensor_guard(tensors)
 
     def changed_part(self, model: torch.nn.Module) -> str | None:
         """Which part of the model is not as it was; None where all is. About 1 µs for each module."""
         if model is not self._model() or type(model) is not self._class:
             return "the model"
         try:
-            if not are_same(self._named_now(), self._named) or list(map(len, self._named)) != self._sizes:
+            if not are_same(self._read_members(), self._named) or list(map(len, self._named)) != self._sizes:
                 return "which modules and weights it has"
             if not are_same(self._objects(), self._kept):
                 return "a module or forward"
             if not all(stored() is _plain(holder[name]) is not None for holder, name, stored in self._stored):
                 return "a weight of an uncompiled block"
-            if self._described() != self._state:
+            if self._describe_storage() != self._state:
                 return "training mode, or what the host keeps"
             return None if self._are_stored_as_before() else "how weights are stored"
         except (AttributeError, KeyError, RunEagerly):
@@ -122,13 +122,13 @@ class LayoutSnapshot:
             return False
         tensors = self._tensors(weights)
         if not self._guard(*tensors):  # they may still be the same on another device
-            if _described(weights, tensors) != self._described_as:
+            if _describe_storage(weights, tensors) != self._described_as:
                 return False
             if not any(self._described_as[-1]):  # a guard matches no tensor twice
                 self._guard = tensor_guard(tensors)
         return True
 
-    def _named_now(self) -> list[dict[str, Any]]:
+    def _read_members(self) -> list[dict[str, Any]]:
         """The children, the parameters and the buffers of each module, by name; the model's own last."""
         model = self._model()
         named = map(operator.getitem, chain.from_iterable(map(repeat, self._states, repeat(3))), cycle(_NAMED))
@@ -141,13 +141,13 @@ class LayoutSnapshot:
         children = chain.from_iterable(map(dict.values, self._children))
         return [*children, *map(type, self.parts), *map(foreign_forward, self._blocks), *kept, *inside]
 
-    def _described(self) -> tuple[list, list]:
+    def _describe_storage(self) -> tuple[list, list]:
         """What is compared by value."""
         hosts = [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts]
         return list(map(dict.get, self._states, repeat("training"))), hosts  # type: ignore[arg-type]  # of objects
 
 
-def _described(weights: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> tuple[list, ...]:
+def _describe_storage(weights: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> tuple[list, ...]:
     """How weights are stored. tensors: in them."""
     ids, first = list(map(id, tensors)), {}
     return (
@@ -173,7 +173,7 @@ class WeightSnapshot:
 
     streamed: for a model whose weights a host streams, the names of a module's parameters that are not read where they
         are; the host keeps what is read on the module, at a fixed address. Its other parameters and buffers are new
-        tensors at each load: their addresses are no part of the digest, and a captured call has copies (`replaced`).
+        tensors at each load: their addresses are no part of the digest; a captured call has copies (`replace_tensors`).
     unread: attributes that the model's code sets in each call and never reads. They are left out, and are after a
         captured call what they were before: what it set is in memory that others overwrite.
     digest: of the address, shape, strides and type of each, and of what else its class is told (`stored_form`).
@@ -238,14 +238,14 @@ class WeightSnapshot:
         """The weights, buffers and other tensors in these places now."""
         return list(map(operator.getitem, self._holders, self._names))
 
-    def loaded(self) -> list[torch.Tensor]:
+    def find_loaded_tensors(self) -> list[torch.Tensor]:
         """Those of the tensors that are new ones at each load."""
         return [holder[name] for holder, name in self._loaded]
 
     @contextmanager
-    def replaced(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, these tensors are where `loaded` ones are, and a call may set what the model never reads."""
-        kept = self.loaded()
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, these tensors are in the place of those that each load brings; a call may set what is never read."""
+        kept = self.find_loaded_tensors()
         unread = [(own, name, own.get(name, _ABSENT)) for own in self._attributes for name in self._unread]
         try:
             for (holder, name), own, other in zip(self._loaded, kept, tensors, strict=True):

@@ -214,25 +214,25 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], w
             _take(part, inner, tensors, with_factors)
 
 
-def restored(forms: Forms, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def restore_weights(forms: Forms, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The weights from the tensors that `plain` gave; simple enough for a compiler to trace."""
     if not forms:
         return list(tensors)
     weights, at = [], 0
     for form in forms:
-        weight, at = _restored(form, tensors, at)
+        weight, at = _restore_weight(form, tensors, at)
         weights.append(weight)
     return weights
 
 
-def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int) -> tuple[torch.Tensor, int]:
+def _restore_weight(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int) -> tuple[torch.Tensor, int]:
     if form is None:
         return tensors[at], at + 1
     inner = {}
     for name, part in form.parts:
-        inner[name], at = _restored(part, tensors, at)
+        inner[name], at = _restore_weight(part, tensors, at)
     if is_data(form.cls):
-        made = _standing(form.cls).of(inner["data"], form.context)  # type: ignore[arg-type]  # a class is hashable
+        made = _make_view_class(form.cls).make(inner["data"], form.context)  # type: ignore[arg-type]  # a class is hashable
         if form.added is not None:
             setattr(made, form.added, ADDS[form.added].attribute(*tensors[at : at + len(_FACTORS)]))
             at += len(_FACTORS)
@@ -247,7 +247,7 @@ class PlainTensorView:
     """
 
     @classmethod
-    def of(cls, data: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+    def make(cls, data: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
         )
@@ -264,7 +264,7 @@ class PlainTensorView:
             if function in get_default_nowrap_functions():
                 return out
             return tree_map_only(
-                torch.Tensor, lambda tensor: tensor if isinstance(tensor, cls) else cls.of(tensor, {}), out
+                torch.Tensor, lambda tensor: tensor if isinstance(tensor, cls) else cls.make(tensor, {}), out
             )
 
     @classmethod
@@ -274,6 +274,6 @@ class PlainTensorView:
 
 
 @functools.cache
-def _standing(cls: type[torch.Tensor]) -> Any:
+def _make_view_class(cls: type[torch.Tensor]) -> Any:
     # A slot, because the class's own code may copy all attributes from one tensor to another.
     return type(cls.__name__, (PlainTensorView, cls), {"__module__": cls.__module__, "__slots__": ("_inside",)})

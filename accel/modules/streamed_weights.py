@@ -42,16 +42,16 @@ def weights_taken(source: WeightSource, inner: Callable) -> Iterator[Callable]:
     It gives the block's own forward, which releases them first: eager, the block brings them layer by layer.
     """
 
-    def released(*args: Any, **kwargs: Any) -> Any:
+    def call_and_release(*args: Any, **kwargs: Any) -> Any:
         source.release()
         return inner(*args, **kwargs)
 
     try:
-        yield released
+        yield call_and_release
     finally:
         source.release()
 
 
-def in_place(module: torch.nn.Module) -> torch.nn.Module:
+def keep_in_place(module: torch.nn.Module) -> torch.nn.Module:
     """The `Plain` of a host that streams nothing."""
     return module

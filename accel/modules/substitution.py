@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.reasons import RunEagerly
-from ..core.torch_internals import seen_through
+from ..core.torch_internals import allow_inlining
 
 Forward = Callable[..., Any]
 """Takes and returns what the module's own forward does."""
@@ -70,23 +70,23 @@ class StandIn(functools.partial):
     items: tuple[_Item, ...]
 
     @classmethod
-    def of(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
+    def make(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
         is_single = len(items) == 1 and items[0].thread is None
         made = cls(items[0].layer, own) if is_single else cls(_call, items, own)
         made.own, made.is_foreign, made.items = own, is_foreign, items
         return made
 
-    def plus(self, item: _Item) -> StandIn:
+    def add_item(self, item: _Item) -> StandIn:
         """This stand-in with one more layer."""
         items = (*self.items, item)
         if self.items[-1].order > item.order:
             items = tuple(sorted(items, key=operator.attrgetter("order")))
-        return self.of(self.own, self.is_foreign, items)
+        return self.make(self.own, self.is_foreign, items)
 
-    def minus(self, item: _Item) -> StandIn | None:
+    def remove_item(self, item: _Item) -> StandIn | None:
         """Without this very item; None if no layer is left."""
         items = tuple(kept for kept in self.items if kept is not item)
-        return self.of(self.own, self.is_foreign, items) if items else None
+        return self.make(self.own, self.is_foreign, items) if items else None
 
     def end(self) -> None:
         """Call nothing but the forward that it stands for from now on, for those who have kept it."""
@@ -110,7 +110,7 @@ def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: A
     return forward(*args, **kwargs)
 
 
-def outside_recording(layer: Layer, outside: Outside) -> Layer:
+def leave_recording(layer: Layer, outside: Outside) -> Layer:
     """The layer, whose own work is done in the context; the forwards further inwards run as the host has them run."""
 
     def call(inner: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
 
 
 class Substitution:
-    """`substituted` for the same layers at one call after another: what it needs is made once.
+    """`substitute` for the same layers at one call after another: what it needs is made once.
 
     thread: as of `_Item`.
     """
@@ -175,7 +175,7 @@ class Substitution:
         """For each module the stand-in for the forward of its class; none while a context has them."""
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def put_in_place(self) -> Iterator[None]:
         """The context. It may be entered again before it ends, by other threads too."""
         ready: list[StandIn] = []
         made: dict[int, tuple[Any, Forward]] = {}
@@ -187,7 +187,7 @@ class Substitution:
                 there = list(map(dict.setdefault, self._places, _FORWARD, ready))
                 if there != ready:
                     for at, (place, forward, stand_in) in enumerate(zip(self._places, there, ready, strict=True)):
-                        over = stand_in if forward is stand_in else _over(forward, stand_in.items[0])
+                        over = stand_in if forward is stand_in else _add_layer(forward, stand_in.items[0])
                         if over is not stand_in and over is not forward:
                             made[at] = over, forward
                             place["forward"] = over
@@ -204,7 +204,7 @@ class Substitution:
 
     def _stand_in(self, module: torch.nn.Module, layer: Layer) -> StandIn:
         own = types.MethodType(_own_forward, module)
-        return StandIn.of(own, False, (_Item(self._order, self._thread, layer),))
+        return StandIn.make(own, False, (_Item(self._order, self._thread, layer),))
 
     def _take_back(
         self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[Any, Forward]]
@@ -218,9 +218,9 @@ class Substitution:
             if type(forward) is not StandIn:  # somebody has put another in its place, which may call it
                 stand_in.end()
                 put.end()
-                ready[at] = StandIn.of(stand_in.own, False, stand_in.items)
+                ready[at] = StandIn.make(stand_in.own, False, stand_in.items)
                 continue
-            left = under if forward is put else forward.minus(stand_in.items[0])
+            left = under if forward is put else forward.remove_item(stand_in.items[0])
             if left is None and forward.is_foreign:
                 left = forward.own
             if left is not None:
@@ -229,13 +229,13 @@ class Substitution:
                 del place["forward"]
 
 
-def _over(forward: Forward, item: _Item) -> Forward:
+def _add_layer(forward: Forward, item: _Item) -> Forward:
     """What is put on a module that has this forward already: a stand-in for it with one more layer, or the forward
     itself, where the layer is right for that of the module's class alone and somebody else has put another there."""
     for_own_alone = getattr(item.layer, "for_own_alone", False)
     if type(forward) is not StandIn:
-        return forward if for_own_alone else StandIn.of(forward, True, (item,))
-    return forward if for_own_alone and forward.is_foreign else forward.plus(item)
+        return forward if for_own_alone else StandIn.make(forward, True, (item,))
+    return forward if for_own_alone and forward.is_foreign else forward.add_item(item)
 
 
 def forward_of(cls: type) -> tuple[type, Any]:
@@ -246,7 +246,7 @@ def forward_of(cls: type) -> tuple[type, Any]:
     return base, base.__dict__["forward"]
 
 
-@seen_through
+@allow_inlining
 def _own_forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call the forward that the module's class has now, whatever stands on the module itself."""
     _, forward = forward_of(type(module))
@@ -260,7 +260,7 @@ def _own_forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 _FORWARD = itertools.repeat("forward")
 
 
-def substituted(
+def substitute(
     layers: Mapping[torch.nn.Module, Layer], order: Order, this_thread_only: bool = False
 ) -> AbstractContextManager[None]:
     """A context in which calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
@@ -270,7 +270,7 @@ def substituted(
 
     this_thread_only: calls of the same modules by other threads bypass the layers.
     """
-    return Substitution(layers, order, threading.get_ident() if this_thread_only else None).in_place()
+    return Substitution(layers, order, threading.get_ident() if this_thread_only else None).put_in_place()
 
 
 _changing = threading.RLock()

@@ -34,7 +34,7 @@ class WrappedForward:
         self._contents = [cell.cell_contents for cell in cells]
 
     @classmethod
-    def of(cls, module: torch.nn.Module) -> WrappedForward | None:
+    def find(cls, module: torch.nn.Module) -> WrappedForward | None:
         """None where the forward is the class's own, or another program's that does not lead to it in one way."""
         owner, on_class = forward_of(type(module))
         outermost = foreign_forward(module) or on_class
@@ -51,14 +51,14 @@ class WrappedForward:
             cell.cell_contents is inner for cell, inner in zip(self.cells, self._contents, strict=True)
         )
 
-    def around(self, function: Callable, module: torch.nn.Module) -> Callable:
+    def wrap(self, function: Callable, module: torch.nn.Module) -> Callable:
         """The wrappers as they are, but around this function, bound to the module. They share their variables with
         those that stay in place."""
         functools.update_wrapper(function, self.own)
         changed: dict[int, Any] = {id(self.own): function}
         for cell, inner in zip(reversed(self.cells), reversed(self._contents), strict=True):
-            changed[id(cell)] = types.CellType(_with(inner, changed))
-        made = _with(self.outermost, changed)
+            changed[id(cell)] = types.CellType(_replace_cells(inner, changed))
+        made = _replace_cells(self.outermost, changed)
         return types.MethodType(made, module) if self.is_on_class else made
 
 
@@ -86,10 +86,10 @@ def _search(value: Any, owner: type, module: torch.nn.Module, cells: list[types.
             pass
 
 
-def _with(value: Any, changed: dict[int, Any]) -> Any:
+def _replace_cells(value: Any, changed: dict[int, Any]) -> Any:
     """The function or bound method with what has changed in its closure."""
     if type(value) is types.MethodType:
-        return types.MethodType(_with(value.__func__, changed), value.__self__)
+        return types.MethodType(_replace_cells(value.__func__, changed), value.__self__)
     if id(value) in changed:
         return changed[id(value)]
     cells = tuple(changed.get(id(cell), cell) for cell in value.__closure__)

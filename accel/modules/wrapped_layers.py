@@ -45,15 +45,15 @@ class Wraps(Protocol):
         """A reader for the wrapper; one is made for each, and again when the block's wrappers have changed."""
 
 
-def bare(module: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
+def unwrap(module: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
     """The layer inside a wrapper, or the module itself."""
     base = None if wraps is None else wraps.base(module)
     return module if base is None else base
 
 
-def shown(part: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
+def find_shown_part(part: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
     """What stands in a block for one of its parts: the layer inside a wrapper, or what calls the part as it is."""
-    layer = bare(part, wraps)
+    layer = unwrap(part, wraps)
     if isinstance(layer, OpaqueLayer) or not runs_others_code(part) or hasattr(part, "out_channels"):
         return layer
     return _others.any(part, getattr(part, "out_features", None), is_others=True)
@@ -62,12 +62,12 @@ def shown(part: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
 def children(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
     """Like `Module.named_children`, with the layers in place of their wrappers."""
     for name, child in module.named_children():
-        yield name, bare(child, wraps)
+        yield name, unwrap(child, wraps)
 
 
 def modules(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Like `Module.named_modules` of a block whose parts are as `shown`: wrappers are in neither modules nor paths."""
-    return _modules(bare(module, wraps), "", wraps, set())
+    """Like `Module.named_modules` of a block with its parts by `find_shown_part`: no wrapper is in modules or paths."""
+    return _modules(unwrap(module, wraps), "", wraps, set())
 
 
 def _modules(
@@ -79,14 +79,16 @@ def _modules(
     yield path, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _modules(shown(child, wraps), f"{path}.{name}" if path else name, wraps, seen)
+            yield from _modules(find_shown_part(child, wraps), f"{path}.{name}" if path else name, wraps, seen)
 
 
-def wrapped(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+def find_wrapped(
+    module: torch.nn.Module, wraps: Wraps | None = None
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """The (part, what is shown for it) pairs in a block, where these differ."""
     for _, part in modules(module, wraps):
         for child in part._modules.values():
-            layer = child if child is None else shown(child, wraps)
+            layer = child if child is None else find_shown_part(child, wraps)
             if layer is not child:
                 yield child, layer
 

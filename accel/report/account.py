@@ -24,7 +24,7 @@ class Saving(NamedTuple):
     how: Reason | None = None
     took: float = 0.0
 
-    def with_next(self, other: Saving) -> Saving:
+    def add(self, other: Saving) -> Saving:
         """The sum of what is known of two samplings of one prompt."""
         if self.seconds is not None and other.seconds is not None:
             return Saving(self.seconds + other.seconds, self.how, self.took + other.took)
@@ -32,7 +32,7 @@ class Saving(NamedTuple):
             return self
         return other
 
-    def within(self, seconds: float) -> float | None:
+    def limit_to(self, seconds: float) -> float | None:
         """The seconds saved in a run that worked for so many: no more than all of it can have been faster."""
         if self.seconds is None or self.took <= seconds:
             return self.seconds
@@ -57,7 +57,7 @@ class Account:
     @property
     def saved(self) -> float | None:
         """By what ran, against the same work without Accel; None where nothing was measured."""
-        known = [seconds for saving in self.savings if (seconds := saving.within(self.worked)) is not None]
+        known = [seconds for saving in self.savings if (seconds := saving.limit_to(self.worked)) is not None]
         return sum(known) if known and self.worked > 0 else None
 
     @property
@@ -88,34 +88,37 @@ class Account:
         if not self._matters(self.gained):
             return [Reason("line_equal")]
         if self.gained < 0:
-            return [Reason("line_slower", seconds=rounded(-self.gained))]
-        return [Reason("line_times", times=f"{self.times:.1f}"), Reason("line_saved", seconds=rounded(self.gained))]
+            return [Reason("line_slower", seconds=format_seconds(-self.gained))]
+        return [
+            Reason("line_times", times=f"{self.times:.1f}"),
+            Reason("line_saved", seconds=format_seconds(self.gained)),
+        ]
 
-    def later(self) -> list[Reason]:
+    def describe_later_images(self) -> list[Reason]:
         """What later images gain, which pay nothing, where this one has paid; empty where that is unknown."""
         if self.paid < LEAST_SAVED or self.saved is None or self.saved < 0 or not self._matters(self.saved):
             return []
-        return [Reason("line_later", times=f"{1 + self.saved / self.worked:.1f}", seconds=rounded(self.saved))]
+        return [Reason("line_later", times=f"{1 + self.saved / self.worked:.1f}", seconds=format_seconds(self.saved))]
 
     def _matters(self, seconds: float) -> bool:
         """Whether so many seconds are more than two equal runs differ by."""
         return abs(seconds) >= max(LEAST_SAVED, (SLOWER - 1) * self.worked)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         named = ("worked", "paid", "saved", "gained", "times", "owed", "pays_back_after")
-        said = {"gain": [*self.gain(), *self.later()], "how": self.how}
+        said = {"gain": [*self.gain(), *self.describe_later_images()], "how": self.how}
         return {
             **{name: getattr(self, name) for name in named},
-            **{name: [part.as_json() for part in parts] for name, parts in said.items()},
+            **{name: [part.to_json() for part in parts] for name, parts in said.items()},
         }
 
 
-def rounded(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Seconds as people say them, such as "0.02", "2.1" and "14"."""
     return f"{seconds:.{0 if seconds >= 10 else 1 if seconds >= 0.1 else 2}f}"
 
 
-def by_compiling(
+def compute_compile_saving(
     calls: int, measured: Mapping[Calls, int], is_measured: bool = True, is_traced: bool = False
 ) -> Saving:
     """The time saved by compiled calls of blocks, against running the same blocks eagerly.
@@ -134,7 +137,7 @@ def by_compiling(
     return Saving(eager - compiled, Reason("compiling_saved"), compiled)
 
 
-def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
+def compute_skip_saving(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
     """The time saved by steps that were skipped, against full ones.
 
     steps: FULL or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step

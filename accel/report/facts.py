@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.reasons import Reason
-from ..core.sentences import EXPECTED, LOADED_IN_PART, OF_CUDA_GRAPHS, OF_OTHERS, counted
+from ..core.sentences import EXPECTED, LOADED_IN_PART, OF_CUDA_GRAPHS, OF_OTHERS, count_nouns
 from ..step_cache.run import FULL, SKIPPED
-from .account import LEAST_SAVED, Account, rounded
+from .account import LEAST_SAVED, Account, format_seconds
 from .run import Run, Skipping
 
 FEW_STEPS = 12
@@ -42,10 +42,10 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
         said = f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: {rest}"
         facts.append(Fact(said, why=LOADED_IN_PART))
     if compiles:
-        facts.append(_compiling(run, account))
+        facts.append(_make_compile_fact(run, account))
     if skips and (run.skipping.steps_taken or run.skipping.why_full is not None):
-        facts.append(skipping_fact(run.skipping, run.samplings))
-    return [*facts, *_uncompiled(run)]
+        facts.append(make_skip_fact(run.skipping, run.samplings))
+    return [*facts, *_make_uncompiled_facts(run)]
 
 
 def line_of(run: Run, node: str) -> list[Reason]:
@@ -70,47 +70,51 @@ def size_of(run: Run) -> str:
 
 def _image(run: Run) -> Fact:
     contexts, end, line = run.totals.contexts, "", []
-    steps = "" if run.steps is None else f", {counted(run.steps, 'step')}"
+    steps = "" if run.steps is None else f", {count_nouns(run.steps, 'step')}"
     sampler = f" of {run.sampler}" if run.sampler and steps else ""
     tokens = f", prompt of {' and '.join(map(str, contexts))} tokens" if contexts else ""
     samplers = f" in {run.samplings} samplers" if run.samplings > 1 else ""
     if run.failed and run.steps_done is not None:
-        end = f", until it was stopped after {counted(run.steps_done, 'step')}"
+        end = f", until it was stopped after {count_nouns(run.steps_done, 'step')}"
         line = [] if run.steps is None else [Reason("line_stopped", done=run.steps_done, steps=run.steps)]
     elif run.failed:
         end = ", until it failed or was stopped"
     what = f"{run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}"
-    return Fact(f"Last image: {what}: {rounded(run.seconds)} s{end}.", line)
+    return Fact(f"Last image: {what}: {format_seconds(run.seconds)} s{end}.", line)
 
 
 def _gain(account: Account) -> Fact:
     how = " ".join(map(str, account.how))
     if account.saved is None:
         return Fact(f"Gain: not known. {how}")
-    said = f"Gain: {', '.join(map(str, (*account.gain(), *account.later())))}."
+    said = f"Gain: {', '.join(map(str, (*account.gain(), *account.describe_later_images())))}."
     if account.paid >= LEAST_SAVED:
-        said += f"\n  Making and comparing graphs took {rounded(account.paid)} s of this image, and is counted."
+        said += f"\n  Making and comparing graphs took {format_seconds(account.paid)} s of this image, and is counted."
     return Fact(f"{said}\n  How this is known: {how}", account.gain())
 
 
-def _compiling(run: Run, account: Account) -> Fact:
+def _make_compile_fact(run: Run, account: Account) -> Fact:
     totals, word = run.totals, "traced" if run.is_traced else "compiled"
     calls = totals.compiled_calls + totals.eager_calls
     share = f" ({totals.compiled_calls / calls:.0%})" if calls else ""
     ran = "traced but uncompiled (backend eager)" if run.is_traced else "compiled"
     lines = [f"Compiling: {totals.compiled_calls} of {calls} block calls{share} ran {ran}."]
     if run.blocks:
-        lines.append(f"{counted(run.blocks, 'block')} of {counted(run.kinds, 'type')} can be {word}.")
+        lines.append(f"{count_nouns(run.blocks, 'block')} of {count_nouns(run.kinds, 'type')} can be {word}.")
     made = (
         (word, run.compilations, "graph", run.compile_seconds),
         ("loaded from disk", run.loaded, "graph", run.load_seconds),
         ("captured", run.captures, "CUDA graph", run.capture_seconds),
     )
-    lines += [f"It {how} {counted(number, what)} in {rounded(took)} s." for how, number, what, took in made if number]
+    lines += [
+        f"It {how} {count_nouns(number, what)} in {format_seconds(took)} s."
+        for how, number, what, took in made
+        if number
+    ]
     if totals.model_calls:
-        lines.append(f"{totals.replays} of {counted(totals.model_calls, 'model call')} replayed a CUDA graph.")
+        lines.append(f"{totals.replays} of {count_nouns(totals.model_calls, 'model call')} replayed a CUDA graph.")
     why = Reason("line_traced") if run.is_traced and totals.compiled_calls else None
-    line = _compiled_line(run, account)
+    line = _describe_paid_time(run, account)
     # What ran uncompiled beside compiled blocks, where something is wrong with it.
     wrong = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
     if totals.compiled_calls and totals.eager_calls and wrong is not None:
@@ -118,7 +122,7 @@ def _compiling(run: Run, account: Account) -> Fact:
     return Fact("\n  ".join(lines), line, why)
 
 
-def _compiled_line(run: Run, account: Account) -> list[Reason]:
+def _describe_paid_time(run: Run, account: Account) -> list[Reason]:
     """What was paid in this image, and what for."""
     if not run.totals.compiled_calls and not run.totals.replays:
         return [Reason("line_not_compiled", why=[*run.why_uncompiled(), Reason("compiling_unused")][0])]
@@ -126,12 +130,12 @@ def _compiled_line(run: Run, account: Account) -> list[Reason]:
         return [Reason("line_traced")]
     parts, after, how = [], account.pays_back_after, account.how[0]
     if run.compilations:
-        parts.append(Reason("line_compiled", seconds=rounded(run.compile_seconds)))
+        parts.append(Reason("line_compiled", seconds=format_seconds(run.compile_seconds)))
     elif run.loaded:
-        parts.append(Reason("line_loaded", seconds=rounded(run.load_seconds)))
+        parts.append(Reason("line_loaded", seconds=format_seconds(run.load_seconds)))
     if account.saved is None:
         return [*parts, Reason("line_unmeasured") if run.compilations and how.code != "compiling_unmeasured" else how]
-    parts += account.later()
+    parts += account.describe_later_images()
     if after:
         parts.append(Reason("line_paid_back", images=after))
     elif run.compilations and after == 0:
@@ -139,15 +143,15 @@ def _compiled_line(run: Run, account: Account) -> list[Reason]:
     return parts
 
 
-def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
+def make_skip_fact(skipping: Skipping, samplings: int = 1) -> Fact:
     """What DeepCache did in so many samplings."""
     letters, number = skipping.steps_taken, len(skipping.steps_taken)
     if not skipping.skipped_steps:
         is_short = number / samplings < FEW_STEPS
         why = skipping.why_full or (Reason("few_steps") if is_short else Reason("steps_differ"))
-        what = f"none of {counted(number, 'step')}" if number else "no step"
+        what = f"none of {count_nouns(number, 'step')}" if number else "no step"
         return Fact(f"DeepCache skipped {what}: {why}.", [Reason("line_none_skipped", why=why)], why)
-    skipped = f"DeepCache skipped {skipping.skipped_steps} of {counted(number, 'step')}"
+    skipped = f"DeepCache skipped {skipping.skipped_steps} of {count_nouns(number, 'step')}"
     if skipping.target_db is None:
         line = Reason("line_skipped", skipped=skipping.skipped_steps, steps=number)
     else:
@@ -158,24 +162,24 @@ def skipping_fact(skipping: Skipping, samplings: int = 1) -> Fact:
     return Fact(f"{skipped}.\n  {shown}   ({FULL} full, {SKIPPED} skipped)", [line])
 
 
-def _uncompiled(run: Run) -> list[Fact]:
+def _make_uncompiled_facts(run: Run) -> list[Fact]:
     """A fact for each reason, the most frequent first."""
     facts = []
     for why, calls in run.reasons().items():
         names = ", ".join(list(calls)[:_MOST_BLOCKS]) + (" and others" if len(calls) > _MOST_BLOCKS else "")
         how = "" if why.code in OF_CUDA_GRAPHS else " ran without Accel" if why.code in OF_OTHERS else " ran uncompiled"
-        facts.append(Fact(f"{counted(calls.total(), 'call')} of {names}{how}: {str(why).rstrip('.')}.", why=why))
+        facts.append(Fact(f"{count_nouns(calls.total(), 'call')} of {names}{how}: {str(why).rstrip('.')}.", why=why))
     more = len(facts) - _MOST_REASONS
-    return facts if more <= 0 else [*facts[:_MOST_REASONS], Fact(f"There are {counted(more, 'more reason')}.")]
+    return facts if more <= 0 else [*facts[:_MOST_REASONS], Fact(f"There are {count_nouns(more, 'more reason')}.")]
 
 
 def cache_fact(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> Fact:
     """How full the cache is, and what it did since the start. cache, store: what `statistics` gives."""
     memory = f"{megabytes(cache['bytes'])} of {megabytes(cache['max_bytes'])}"
-    totals = f"{cache['compilations']} compiled in {rounded(cache['seconds'])} s, {cache['loaded']} loaded"
+    totals = f"{cache['compilations']} compiled in {format_seconds(cache['seconds'])} s, {cache['loaded']} loaded"
     lines = [
-        f"Graph cache: {counted(cache['graphs'], 'graph')}, {memory}.",
-        f"Since the start: {totals}, used {counted(cache['hits'], 'time')}, {cache['evictions']} dropped.",
+        f"Graph cache: {count_nouns(cache['graphs'], 'graph')}, {memory}.",
+        f"Since the start: {totals}, used {count_nouns(cache['hits'], 'time')}, {cache['evictions']} dropped.",
     ]
     if store is not None:
         lines.append(f"On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")

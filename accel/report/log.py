@@ -36,20 +36,20 @@ def set_verbosity(verbosity: str) -> None:
             _unsubscribe = None
 
 
-def named(record: logging.LogRecord) -> bool:
+def add_name(record: logging.LogRecord) -> bool:
     """A filter of our logger, where a program's handlers do not show whose a line is: it begins with "Accel: "."""
     record.msg = f"Accel: {record.msg}"
     return True
 
 
-def from_environment() -> str | None:
+def read_environment() -> str | None:
     """The verbosity that ACCEL_DEBUG requests, whatever the settings are; None where it is not set, or off."""
     return DEBUG if os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "off", "false", "no") else None
 
 
 def obey_environment() -> None:
     """Debug where ACCEL_DEBUG requests it; on standard error in a program that has no log handlers of its own."""
-    if from_environment() is None:
+    if read_environment() is None:
         return
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())

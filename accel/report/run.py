@@ -17,7 +17,7 @@ from ..core.fallbacks import rows_of
 from ..core.reasons import Reason
 from ..core.sentences import OF_CUDA_GRAPHS
 from ..step_cache.run import FULL, SKIPPED, DeepCacheRun
-from .account import Account, Saving, by_compiling
+from .account import Account, Saving, compute_compile_saving
 
 
 def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
@@ -32,7 +32,7 @@ def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
 class Record:
     """Base of the dataclasses that hold facts."""
 
-    def with_next(self, other: Any) -> Any:
+    def merge(self, other: Any) -> Any:
         """This and the next sampling of one prompt, merged (a base model and a refiner, say)."""
         rules = {one.name: one.metadata["joined"] for one in fields(self) if one.metadata}  # type: ignore[arg-type]  # of a subclass
         return replace(other, **{name: rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()})
@@ -46,7 +46,7 @@ def _least(one: float | None, other: float | None) -> float | None:
     return min((value for value in (one, other) if value is not None), default=None)
 
 
-def _listed(names: str | None, name: str | None) -> str | None:
+def _add_name(names: str | None, name: str | None) -> str | None:
     """The names, "SDXL + Flux", with another one unless it is among them."""
     every = (*(names or "").split(" + "), *(name or "").split(" + "))
     return " + ".join(dict.fromkeys(filter(None, every))) or name
@@ -68,12 +68,12 @@ class Totals(Record):
     model_calls: int = fact(0, add)
     replays: int = fact(0, add)
     contexts: tuple[int, ...] = fact((), lambda one, other: tuple(sorted({*one, *other})))
-    by_compiling: Saving = fact(Saving(), Saving.with_next)
+    by_compiling: Saving = fact(Saving(), Saving.add)
 
     @classmethod
-    def of(cls, lease: Lease, backend: str, is_measured: bool, **others: Any) -> Totals:
+    def from_lease(cls, lease: Lease, backend: str, is_measured: bool, **others: Any) -> Totals:
         """The totals of a run whose lease is over. is_measured: graphs were benchmarked against their blocks."""
-        saved = by_compiling(lease.calls, lease.measured, is_measured, backend == "eager")
+        saved = compute_compile_saving(lease.calls, lease.measured, is_measured, backend == "eager")
         calls, took = lease.calls, lease.compare_seconds
         return cls(compiled_calls=calls, replays=lease.replays, compare_seconds=took, by_compiling=saved, **others)
 
@@ -91,10 +91,10 @@ class Skipping(Record):
     why_full: str | None = fact(None, lambda one, other: one or other)
     target_db: float | None = fact(None, _least)
     skipped_work: float | None = None
-    by_skipping: Saving = fact(Saving(), Saving.with_next)
+    by_skipping: Saving = fact(Saving(), Saving.add)
 
     @classmethod
-    def of(cls, run: DeepCacheRun) -> Skipping:
+    def from_lease(cls, run: DeepCacheRun) -> Skipping:
         """What a run has come to."""
         return cls(run.letters, run.why_full, run.settings.quality, run.skipped_work)
 
@@ -106,8 +106,8 @@ class Skipping(Record):
     def skipped_steps(self) -> int:
         return self.steps_taken.count(SKIPPED)
 
-    def with_next(self, other: Skipping) -> Skipping:
-        both = super().with_next(other)
+    def merge(self, other: Skipping) -> Skipping:
+        both = super().merge(other)
         shares = [(one.skipped_work, len(one.steps_taken)) for one in (self, other) if one.skipped_work is not None]
         steps = sum(count for _, count in shares)
         return replace(both, skipped_work=sum(share * count for share, count in shares) / steps if steps else None)
@@ -131,14 +131,14 @@ class Run(Record):
         None where something else does too, or they would not pay.
     """
 
-    model: str = fact("", _listed)
+    model: str = fact("", _add_name)
     prompt: str | None = None
     samplings: int = fact(1, add)
     latent: tuple[int, ...] = ()
     pixels: tuple[int, int] | None = None
     steps: int | None = fact(None, _sum)
     steps_done: int | None = fact(None, _sum)
-    sampler: str | None = fact(None, _listed)
+    sampler: str | None = fact(None, _add_name)
     compiling: dict[str, Any] | None = fact(None, lambda one, other: other or one)
     caching: dict[str, Any] | None = fact(None, lambda one, other: other or one)
     seconds: float = fact(0.0, add)
@@ -146,8 +146,8 @@ class Run(Record):
     finished: float = 0.0
     failed: bool = fact(False, or_)
     loaded_share: float | None = fact(None, _least)
-    totals: Totals = fact(Totals(), Totals.with_next)
-    skipping: Skipping = fact(Skipping(), Skipping.with_next)
+    totals: Totals = fact(Totals(), Totals.merge)
+    skipping: Skipping = fact(Skipping(), Skipping.merge)
     blocks: int = fact(0, max)
     kinds: int = fact(0, max)
     fallbacks: Mapping[tuple[str, Reason], int] = fact(dict, lambda one, other: Counter(one) + Counter(other))
@@ -203,7 +203,7 @@ class Run(Record):
         """Why blocks ran uncompiled, the most frequent reason first."""
         return [why for why in self.reasons() if why.code not in OF_CUDA_GRAPHS]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """JSON for the panel: all facts of the run and its records, and what follows from them."""
         facts = {**vars(self.skipping), **vars(self.totals), **vars(self)}
         return {
@@ -211,8 +211,8 @@ class Run(Record):
             **{name: getattr(self.skipping, name) for name in ("full_steps", "skipped_steps")},
             "fallbacks": rows_of(self.fallbacks),
             "lines": self.lines_as_json(),
-            "account": self.account().as_json(),
+            "account": self.account().to_json(),
         }
 
     def lines_as_json(self) -> dict[str, list[dict[str, Any]]]:
-        return {node: [part.as_json() for part in line] for node, line in self.lines.items()}
+        return {node: [part.to_json() for part in line] for node, line in self.lines.items()}

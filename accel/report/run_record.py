@@ -12,7 +12,7 @@ from typing import Any
 from ..core.events import emit, subscribe
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
-from .account import by_skipping
+from .account import compute_skip_saving
 from .facts import line_of
 from .run import Run
 
@@ -78,7 +78,7 @@ class _Open:
         each = max(round(calls / run.blocks) if run.blocks else run.steps or 1, 1)
         run.totals = replace(run.totals, eager_calls=run.totals.eager_calls + self.left.total() * each)
         left = Counter({why: blocks * (each - 1) for why, blocks in self.left.items()})
-        run.fallbacks = dict((Counter(fallbacks.since(self.fallbacks_before)) + left).most_common(_MOST_REASONS))
+        run.fallbacks = dict((Counter(fallbacks.subtract(self.fallbacks_before)) + left).most_common(_MOST_REASONS))
         return True
 
 
@@ -108,7 +108,7 @@ class RunRecords:
         with self._lock:
             return self._last
 
-    def compiling(self) -> dict[str, Any] | None:
+    def get_compilation(self) -> dict[str, Any] | None:
         """The compilation in progress, the latest where threads compile at once; None where there is none.
 
         {"name", "number", "of", "node", "stage", "seconds"}; the stage is one of `generated_code.STAGES`.
@@ -152,15 +152,15 @@ class RunRecords:
         run.owed = {run.model: self._owed[run.model]}
         is_next = run.prompt is not None and self._last is not None and self._last.prompt == run.prompt
         before = self._by_node if is_next else {}
-        wholes = {node: before[node].with_next(run) if node in before else run for node in run.nodes}
+        wholes = {node: before[node].merge(run) if node in before else run for node in run.nodes}
         self._by_node = {**before, **wholes}
         run.lines = {node: line for node, whole in wholes.items() if (line := line_of(whole, node))}
-        self._last = self._last.with_next(run) if is_next else run
+        self._last = self._last.merge(run) if is_next else run
         return run
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None:
-            saved = by_skipping(data["skipping"].steps_taken, data["began"], now.disturbed)
+            saved = compute_skip_saving(data["skipping"].steps_taken, data["began"], now.disturbed)
             now.run.skipping = replace(data["skipping"], by_skipping=saved)
 
     def _on_warmed_up(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:

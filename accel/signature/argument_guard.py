@@ -125,7 +125,7 @@ class CallSignature:
             tensors: list[torch.Tensor] = []
             if tree_spec.flatten((args, kwargs), tensors, self._replace, functions=True) != self.spec:
                 return None
-            return _apart(tensors, self._numbers)
+            return _split_numbers(tensors, self._numbers)
         if len(args) != self._count or tuple(kwargs) != self._names:
             return None
         values = args + tuple(kwargs.values())
@@ -150,7 +150,7 @@ class InputGuard:
     """Recognises tensors and whole numbers like those of one call, whose `spec` and tensors these are."""
 
     def __init__(self, spec: Spec, tensors: Sequence[torch.Tensor]):
-        plain, self._sizes = _apart(tensors, tree_spec.number_indices(spec))
+        plain, self._sizes = _split_numbers(tensors, tree_spec.number_indices(spec))
         self._check = tensor_guard(plain)
 
     def check(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> bool:
@@ -166,7 +166,9 @@ def _traits_of(tensors: Sequence[torch.Tensor]) -> tuple:
     return tuple([(type(t), t.is_inference(), t.requires_grad) for t in tensors])
 
 
-def _apart(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+def _split_numbers(
+    tensors: Sequence[torch.Tensor], numbers: Sequence[int]
+) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """The tensors without those that stand for numbers, and the sizes of these."""
     return [t for at, t in enumerate(tensors) if at not in numbers], tuple(tensors[at].shape[0] for at in numbers)
 

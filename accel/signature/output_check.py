@@ -62,7 +62,7 @@ _PIECES, _SMALLEST_PIECE = 32, 1 << 16
 """A tensor is compared in so many pieces, so that float copies take a part of its memory; small ones in fewer."""
 
 
-def beyond_rounding(
+def compare_to_rounding(
     out: Any,
     expected: Any,
     inputs: Sequence[torch.Tensor] = (),
@@ -78,14 +78,16 @@ def beyond_rounding(
     """
     if isinstance(expected, (tuple, list)):
         known = tuple(types)
-        found = [beyond_rounding(one, other, inputs, known, depth) for one, other in zip(out, expected, strict=True)]
+        found = [
+            compare_to_rounding(one, other, inputs, known, depth) for one, other in zip(out, expected, strict=True)
+        ]
         return max((value for value in found if value is not None), default=None)
     if dataclasses.is_dataclass(expected):
         out, expected = vars(out), vars(expected)
     if isinstance(expected, dict):
         if out.keys() != expected.keys():
             return math.inf
-        return beyond_rounding(list(out.values()), list(expected.values()), inputs, types, depth)
+        return compare_to_rounding(list(out.values()), list(expected.values()), inputs, types, depth)
     if not isinstance(expected, torch.Tensor):
         return None
     if expected.is_complex() and out.is_complex():
@@ -141,7 +143,7 @@ def _worst(
         of_each = [_sums(off.square()), _sums(off.mul_(added)), _sums(added.square_())]
         for parts, each in zip(sums, zip(*of_each, strict=True), strict=True):
             parts.append(torch.stack(each))
-    slices = [_joined(parts, dimension, expected) for dimension, parts in enumerate(sums)]
+    slices = [_join_slices(parts, dimension, expected) for dimension, parts in enumerate(sums)]
     ratios = [_ratios(slices[0].mean(1, keepdim=True), expected.numel(), tolerance)]
     for means in slices:
         ratios.append(_ratios(means, expected.numel() // means.shape[1], tolerance) / IN_SLICE)
@@ -174,7 +176,7 @@ def _typical(expected: torch.Tensor, alike: Sequence[torch.Tensor]) -> tuple[tor
             for dimension, parts in zip(dimensions, sums, strict=True):
                 parts[number].append(_sum_along(square, dimension))
     means = [
-        torch.stack([_joined(parts, dimension, expected) for parts in of_each])
+        torch.stack([_join_slices(parts, dimension, expected) for parts in of_each])
         for dimension, of_each in zip(dimensions, sums, strict=True)
     ]
     differ = torch.stack([mean[0].amax() / mean[0].mean() for mean in means])
@@ -215,7 +217,7 @@ def _sum_along(values: torch.Tensor, dimension: int) -> torch.Tensor:
     return values.sum(others) if others else values
 
 
-def _joined(parts: Sequence[torch.Tensor], dimension: int, whole: torch.Tensor) -> torch.Tensor:
+def _join_slices(parts: Sequence[torch.Tensor], dimension: int, whole: torch.Tensor) -> torch.Tensor:
     """The mean of each slice along a dimension, which is the last one of the sums of its pieces."""
     sums = torch.cat(list(parts), -1) if dimension == _longest(whole) else torch.stack(list(parts)).sum(0)
     return sums * (whole.shape[dimension] / whole.numel())

@@ -53,21 +53,21 @@ _SETTERS = {
 }
 
 
-def in_force() -> tuple[tuple[str, Any], ...]:
+def read_switches() -> tuple[tuple[str, Any], ...]:
     """The settings now, (name, value), some microseconds' work; equal ones mean equal kernels."""
     return (
-        ("float32_matmul_precision", asked(torch.get_float32_matmul_precision)),
+        ("float32_matmul_precision", read_setting(torch.get_float32_matmul_precision)),
         ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
-        *((name, asked(functools.partial(getattr, *place))) for name, place in _ATTRIBUTES.items()),
+        *((name, read_setting(functools.partial(getattr, *place))) for name, place in _ATTRIBUTES.items()),
         *((name, _tf32(*owners)) for name, owners in _TF32.items()),
         *attention(),
     )
 
 
 def put_in_force(wanted: Sequence[tuple[str, Any]]) -> None:
-    """Set the switches as `in_force` said in another process. Raises Exception, of any type: this torch cannot."""
+    """Set the switches as `read_switches` said in another process. Raises Exception, of any type: this torch cannot."""
     for name, value in wanted:
-        if value == dict(in_force())[name]:  # one may set another
+        if value == dict(read_switches())[name]:  # one may set another
             continue
         if name in _ATTRIBUTES:
             setattr(*_ATTRIBUTES[name], value)
@@ -76,20 +76,20 @@ def put_in_force(wanted: Sequence[tuple[str, Any]]) -> None:
             setattr(*((older, "allow_tf32") if isinstance(value, bool) else (newer, "fp32_precision")), value)
         else:
             _SETTERS[name](value)
-    if in_force() != wanted:
+    if read_switches() != wanted:
         raise ValueError("switches of torch are otherwise here")
 
 
 def _tf32(older: Any, newer: Any) -> Any:
     """By torch's older name; where it was set by the newer one, by that."""
-    allowed = asked(lambda: older.allow_tf32)
-    return allowed if isinstance(allowed, bool) else asked(lambda: newer.fp32_precision)
+    allowed = read_setting(lambda: older.allow_tf32)
+    return allowed if isinstance(allowed, bool) else read_setting(lambda: newer.fp32_precision)
 
 
 def attention() -> tuple[tuple[str, Any], ...]:
     """Those for attention, which are asked where a block is traced too."""
     names = ("fp16_bf16_reduction_math_sdp_allowed", *(f"{name}_sdp_enabled" for name in _ATTENTIONS))
-    return tuple((name, asked(getattr(torch.backends.cuda, name, None))) for name in names)
+    return tuple((name, read_setting(getattr(torch.backends.cuda, name, None))) for name in names)
 
 
 @cache
@@ -118,11 +118,11 @@ def _readers() -> dict[str, list[Callable[[], Any]]]:
 def read_settings(names: Collection[str]) -> tuple:
     """How torch is set, as far as code with these names may ask for it: (name, answers)."""
     readers = _readers()
-    return tuple((name, *map(asked, readers[name])) for name in sorted(readers.keys() & names))
+    return tuple((name, *map(read_setting, readers[name])) for name in sorted(readers.keys() & names))
 
 
 @contextmanager
-def as_constants(watched: Collection[str] | None = None) -> Iterator[None]:
+def treat_as_constants(watched: Collection[str] | None = None) -> Iterator[None]:
     """A context in which torch's compiler takes what `getters` answer as constants, as it does what a few others do.
 
     watched: names of the settings of which another answer is noticed (`read_settings`); others stay untraceable. None
@@ -148,7 +148,7 @@ def as_constants(watched: Collection[str] | None = None) -> Iterator[None]:
             allowed.remove(id(getter))
 
 
-def asked(setting: Callable[[], Any] | None) -> Any:
+def read_setting(setting: Callable[[], Any] | None) -> Any:
     """The value of a setting, or the error's name: torch raises for one that was set through another name."""
     try:
         return setting() if setting is not None else None

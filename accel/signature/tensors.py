@@ -75,7 +75,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copy_with_strides(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the tensor's strides; dense where it is expanded."""
     if is_expanded(tensor):
         return tensor.clone()

@@ -3,7 +3,7 @@
 Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor sizes do, so each
 is passed as the size of an empty tensor; in an object (LTX 2's time steps) 1 is, too. 0, 1 and negative numbers are
 flags, empty counts and dimensions: constants. Larger numbers than any size, other numbers and strings are values, of
-which each needs its own graph: the cache key is the spec without them (`without_values`).
+which each needs its own graph: the cache key is the spec without them (`remove_values`).
 
 A function is its code, and what that closes over: a model may make one for each block and call.
 """
@@ -209,7 +209,7 @@ _CUSTOM = {"__new__", "__setattr__", "__getattribute__", "__getattr__", "__del__
 """What makes an object more than its slots."""
 
 
-def _made(cls: type, fields: dict[str, Any]) -> Any:
+def _make_instance(cls: type, fields: dict[str, Any]) -> Any:
     """An instance with these fields; of a class with slots without a call of its `__init__`, which takes others."""
     if dataclasses.is_dataclass(cls):
         return cls(**fields)
@@ -255,7 +255,7 @@ def _rebuild(
         mapping = {}
         for key, item in spec[1:] if tag == "dict" else spec[2:]:
             mapping[key], at = _rebuild(item, tensors, at, closed_over)
-        return (mapping if tag == "dict" else _made(spec[1], mapping)), at
+        return (mapping if tag == "dict" else _make_instance(spec[1], mapping)), at
     items, first = [], at
     for item in spec[2:] if tag == "function" else spec[1:]:
         value, at = _rebuild(item, tensors, at, closed_over)
@@ -267,24 +267,24 @@ def _rebuild(
     return (tuple(items) if tag == "tuple" else items), at
 
 
-def without_values(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
+def remove_values(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
     """The spec with the types of its values only, and the values as strings, in order."""
     values: list[str] = []
-    return _without_values(spec, values), tuple(values)
+    return _remove_values(spec, values), tuple(values)
 
 
-def _without_values(spec: Spec, values: list[str]) -> Spec:
+def _remove_values(spec: Spec, values: list[str]) -> Spec:
     tag = spec[0]
     if tag == "value":
         values.append(spec[2])
         return ("value", type(spec[1]))
     if tag == "tuple" or tag == "list":
-        return (tag, *[_without_values(item, values) for item in spec[1:]])
+        return (tag, *[_remove_values(item, values) for item in spec[1:]])
     if tag == "function":
-        return (*spec[:2], *[_without_values(item, values) for item in spec[2:]])
+        return (*spec[:2], *[_remove_values(item, values) for item in spec[2:]])
     if tag == "dict" or tag == "object":
         first = 1 if tag == "dict" else 2
-        return (*spec[:first], *[(key, _without_values(item, values)) for key, item in spec[first:]])
+        return (*spec[:first], *[(key, _remove_values(item, values)) for key, item in spec[first:]])
     return spec
 
 

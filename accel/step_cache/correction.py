@@ -49,7 +49,7 @@ class Correction:
 
     def correct_skipped(self, now: Evaluation) -> torch.Tensor:
         """Returns the prediction to give to the sampler for a skipped evaluation: its forecast, corrected."""
-        given = self._balanced(now.index, now.prediction)
+        given = self._balance(now.index, now.prediction)
         self._skipped.append((now, given.clone()))  # some samplers write to it
         return given
 
@@ -65,7 +65,7 @@ class Correction:
         self._skipped.clear()
         if not self._errors:
             return now.prediction
-        given = self._balanced(now.index, now.prediction + FOLLOW_RATIO * self._deviation(now.index))
+        given = self._balance(now.index, now.prediction + FOLLOW_RATIO * self._deviation(now.index))
         self._errors_before = self._errors
         return given
 
@@ -74,7 +74,7 @@ class Correction:
         previews; `given` itself where it is anything else, or where it becomes the latent."""
         return self._newest[1] if self._newest is not None and given is self._newest[0] else given
 
-    def _balanced(self, index: int, prediction: torch.Tensor) -> torch.Tensor:
+    def _balance(self, index: int, prediction: torch.Tensor) -> torch.Tensor:
         """`prediction` with what it takes for the next latent to be what it should be; noted."""
         effect, self._newest = self._response.effects[index + 1][index], None
         missing = self._deviation(index + 1)

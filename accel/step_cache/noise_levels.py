@@ -37,7 +37,7 @@ def is_in_order(schedule: Sequence[float]) -> bool:
     return list(schedule) in (sorted(schedule), sorted(schedule, reverse=True))
 
 
-def in_window(level: float, window: Sequence[float]) -> bool:
+def is_in_window(level: float, window: Sequence[float]) -> bool:
     """Whether the noise level is in `window`: (highest, lowest), both included."""
     highest, lowest = window
     return lowest * (1 - SIGMA_TOLERANCE) <= level <= highest * (1 + SIGMA_TOLERANCE)

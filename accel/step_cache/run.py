@@ -17,7 +17,7 @@ from ..core.events import log
 from .config import DeepCacheSettings
 from .correction import Correction
 from .forecast import Evaluation, distance, forecast
-from .noise_levels import angle, in_window, is_in_order, step_of, stretch_of
+from .noise_levels import angle, is_in_order, is_in_window, step_of, stretch_of
 from .sampler_facts import SamplerFacts
 
 FULL, SKIPPED = "FS"
@@ -101,7 +101,7 @@ class DeepCacheRun:
     def _may_skip(self, step: int) -> bool:
         if self.why_full is not None or len(self._known) < 2:
             return False
-        if not in_window(self.facts.levels[step], self._window):
+        if not is_in_window(self.facts.levels[step], self._window):
             return False
         try:
             return self.plan.skips(step)

@@ -68,14 +68,14 @@ class SamplerFacts:
 
     def gain(self, step: int) -> float:
         """One of `gains`; where these are not known, Euler's method's, enlarged as much as any sampler's is."""
-        return self.gains[step] if self.gains else MOST_ENLARGED * (1 - _kept(self.angles, step))
+        return self.gains[step] if self.gains else MOST_ENLARGED * (1 - _compute_kept_noise(self.angles, step))
 
 
 MOST_ENLARGED = 1.6
 """The gain over that of Euler's method: most multistep samplers are at 1.5 or below, a few at 1.6 to 1.9."""
 
 
-def _kept(angles: Sequence[float], step: int) -> float:
+def _compute_kept_noise(angles: Sequence[float], step: int) -> float:
     """The share of the noise in the latent that is left after the step."""
     start, end = (math.tan(at) for at in angles[step : step + 2])
     return min(max(end / start, 0.0), 1.0) if start > 0 else 0.0
@@ -91,7 +91,7 @@ Sample = Callable[[Predict, Noise, torch.Tensor], torch.Tensor]
 """Runs a sampler with these predictions and this noise, from a latent [B, 1, 1, 1] to the final one."""
 
 
-def measured(levels: Sequence[float], is_flow: bool, sample: Sample) -> SamplerFacts:
+def measure(levels: Sequence[float], is_flow: bool, sample: Sample) -> SamplerFacts:
     """What a sampler does on a schedule, by running it once without the model and drawing no random number.
 
     One that needs more of the model than its predictions is taken to add noise.
@@ -99,13 +99,13 @@ def measured(levels: Sequence[float], is_flow: bool, sample: Sample) -> SamplerF
     levels = tuple(levels)
     try:
         with torch.random.fork_rng(devices=[]):
-            return _measured(levels, is_flow, sample)
+            return _measure(levels, is_flow, sample)
     except Exception as error:
         log.debug("DeepCache: what a sampler does could not be measured: %s", error)
         return SamplerFacts(levels, is_flow, adds_noise=True)
 
 
-def _measured(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> SamplerFacts:
+def _measure(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> SamplerFacts:
     unknown = SamplerFacts(levels, is_flow, adds_noise=True)
     count = unknown.steps
     if not count or not is_in_order(levels):
@@ -157,7 +157,7 @@ def _gains(levels: tuple[float, ...], angles: tuple[float, ...], is_flow: bool, 
     """
     scale = [max(1 - level, 1e-3) if is_flow else 1.0 for level in levels]
     image = effects / torch.tensor(scale, dtype=effects.dtype)[:, None]
-    kept = torch.tensor([_kept(angles, step) for step in range(len(levels) - 1)], dtype=effects.dtype)
+    kept = torch.tensor([_compute_kept_noise(angles, step) for step in range(len(levels) - 1)], dtype=effects.dtype)
     added = image[1:] - kept[:, None] * image[:-1]
     # What a step adds, multistep samplers take back in part in the next: neighbours' errors cancel, a single one
     # stands.

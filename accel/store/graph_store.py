@@ -21,7 +21,7 @@ from ..cache.graph_cache import GraphCache, shared
 from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..compile.registry import backend_named
-from ..core.errors import is_shortage, pass_on, without_frames
+from ..core.errors import is_shortage, pass_on, strip_frames
 from ..core.events import emit, log
 from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
@@ -119,14 +119,14 @@ class GraphStore:
         Where none was used, the reason is counted.
 
         name: of the kind, for the report. devices: of the call's tensors. values: those of the call
-        (`tree_spec.without_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
+        (`tree_spec.remove_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
         """
         if backend_named(key.backend).load is None or self._loading.is_open:
             return
         with self._lock:
             self._lookups += 1
         location.warn_of_others(self._folder)
-        with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
+        with self._fail_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
             yield from self._candidates(digest, here, name, interrupts)
 
@@ -148,7 +148,7 @@ class GraphStore:
                     raise BadEntry(other)
                 saved = Saved(self, found, _facts(found.facts), interrupts)
             except BadEntry as bad:
-                why = without_frames(bad)
+                why = strip_frames(bad)
             except OSError as error:
                 pass_on(error, interrupts)
                 failed, why = True, self._unreadable(error)
@@ -166,7 +166,7 @@ class GraphStore:
 
     def identify(self, key: GraphKey, name: str, devices: Iterable[torch.device], graph: CompiledGraph) -> None:
         """Note on a graph what it is valid for, as torch is set now; `save` asks for that, where it comes later."""
-        with self._failing_open(name, "not saved", self._saving, ()):
+        with self._fail_open(name, "not saved", self._saving, ()):
             graph.identity = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
 
     def save(
@@ -187,7 +187,7 @@ class GraphStore:
             return False
         if graph.identity is None:
             self.identify(key, name, devices, graph)
-        with self._failing_open(name, "not saved", self._saving, interrupts):
+        with self._fail_open(name, "not saved", self._saving, interrupts):
             if graph.identity is None or not self._max_bytes():
                 return False
             digest, here = graph.identity
@@ -203,7 +203,7 @@ class GraphStore:
         """Save what is known of a saved graph by now, which was found out after it was compiled."""
         if graph.saved_as is None or graph.saved_as in self._distrusted or self._saving.is_open:
             return
-        with self._failing_open(name, "not saved", self._saving, interrupts):
+        with self._fail_open(name, "not saved", self._saving, interrupts):
             found, data = manifest.read_graph(self._folder, graph.saved_as)
             manifest.write(self._folder, replace(found, facts=asdict(graph.facts)), data)
 
@@ -235,7 +235,7 @@ class GraphStore:
             return {"folder": str(self._folder), **counts, "misses": misses}
 
     @contextlib.contextmanager
-    def _failing_open(
+    def _fail_open(
         self, name: str, failed: str, breaker: CircuitBreaker, interrupts: tuple[type[BaseException], ...]
     ) -> Iterator[None]:
         """Note why the work inside failed, in place of raising it. failed: what to say before the error."""
@@ -315,7 +315,7 @@ class Saved:
             return False
         pass_on(error, self._interrupts)
         if isinstance(error, BadEntry):
-            self.why = without_frames(error)
+            self.why = strip_frames(error)
         elif isinstance(error, OSError) and (error.errno is not None or not self.is_read):  # as where a disk is full
             self.has_failed_disk, self.why = True, self._store._unreadable(error)
         elif is_shortage(error):

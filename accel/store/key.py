@@ -133,7 +133,7 @@ def _processor() -> str:
 
 def _options() -> str:
     """A digest of torch's settings that change what is traced or generated."""
-    if (lacking := torch_internals.lacking(torch_internals.KEYS)) is not None:
+    if (lacking := torch_internals.find_missing(torch_internals.KEYS)) is not None:
         raise NotPortable(f"this torch has no {lacking}")
     from torch._functorch import config as functorch
     from torch._inductor import config
@@ -143,11 +143,11 @@ def _options() -> str:
         raise NotPortable("inductor has a pass of somebody's own")
     matmul = torch.backends.cuda.matmul
     settings = (
-        _shared(config),
-        _shared(functorch),
+        _read_config(config),
+        _read_config(functorch),
         torch.get_default_dtype(),
-        switches.asked(torch.get_float32_matmul_precision),
-        switches.asked(lambda: matmul.fp32_precision),
+        switches.read_setting(torch.get_float32_matmul_precision),
+        switches.read_setting(lambda: matmul.fp32_precision),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
@@ -159,6 +159,6 @@ def _options() -> str:
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
 
 
-def _shared(config: Any) -> list[tuple[str, str]]:
+def _read_config(config: Any) -> list[tuple[str, str]]:
     """A module's settings that decide what is generated, without the compiler's path."""
     return sorted((name, repr(value)) for name, value in config.save_config_portable().items() if name != "cpp.cxx")

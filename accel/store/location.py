@@ -33,7 +33,7 @@ def folder(home: Path | None) -> Folder | None:
     """
     if is_off():
         return None
-    if named := _named():
+    if named := _read_variable():
         if "://" in named:
             raise OSError(f"{VARIABLE} is {named}, and only a folder can be used")
         return Folder(Path(os.path.expanduser(named)))
@@ -42,10 +42,10 @@ def folder(home: Path | None) -> Folder | None:
 
 def is_off() -> bool:
     """Whether ACCEL_STORE turns the store off."""
-    return _named().lower() == OFF
+    return _read_variable().lower() == OFF
 
 
-def _named() -> str:
+def _read_variable() -> str:
     return os.environ.get(VARIABLE, "").strip().strip('"')  # Windows' `set` keeps the quotes
 
 

@@ -78,13 +78,13 @@ def write(folder: Folder, manifest: Manifest, data: bytes) -> None:
 
 def read(folder: Folder, stem: str) -> Manifest:
     """A graph's manifest. Raises OSError: it cannot be read. BadEntry: it is missing, damaged, or another graph's."""
-    with _opened(folder, stem) as (manifest, _):
+    with _open(folder, stem) as (manifest, _):
         return manifest
 
 
 def read_graph(folder: Folder, stem: str) -> tuple[Manifest, bytes]:
     """A graph's manifest and bytes. Raises what `read` does; BadEntry also where the bytes are missing or changed."""
-    with _opened(folder, stem) as (manifest, file):
+    with _open(folder, stem) as (manifest, file):
         return manifest, read_data(file, manifest)
 
 
@@ -130,7 +130,7 @@ def printable(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _opened(folder: Folder, stem: str) -> Iterator[tuple[Manifest, BinaryIO]]:
+def _open(folder: Folder, stem: str) -> Iterator[tuple[Manifest, BinaryIO]]:
     """A graph's manifest, and its file, which is at the beginning of its bytes."""
     try:
         with folder.open(stem + GRAPH) as file:

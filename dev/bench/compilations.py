@@ -40,8 +40,9 @@ def _traced() -> Counter[str]:
 
 
 def read_counts() -> Counts:
-    from comfy_accel.accel.core.fallbacks import fallbacks
     from torch._dynamo.utils import counters
+
+    from comfy_accel.accel.core.fallbacks import fallbacks
 
     return Counts(
         graphs=counters["stats"]["unique_graphs"] - _traced()["block_traced"],

@@ -15,7 +15,8 @@ from typing import Any
 import comfy_extras.nodes_easycache as core
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.modules.substitution import Order, substituted
+
+from comfy_accel.accel.modules.substitution import Order, substitute
 
 from .flops import Flops
 
@@ -55,7 +56,7 @@ class Rule:
         self._is_last = bool(args[3]["sample_sigmas"][-2] >= t.max() * (1 - 1e-4))
         self._call += 1
         layers = dict(self._layers(executor.class_obj.diffusion_model))
-        with self._flops.paused(lambda: self._skips and not self.is_counted), substituted(layers, Order.CACHED):
+        with self._flops.paused(lambda: self._skips and not self.is_counted), substitute(layers, Order.CACHED):
             return executor(x, t, *args, **kwargs)
 
     def _layers(self, network: Any) -> Iterator[tuple[torch.nn.Module, Callable[..., Any]]]:

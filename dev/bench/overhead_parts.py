@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
+from kit.captures import CpuCapturer
+
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate, block_layers
-from comfy_accel.accel.modules.substitution import Order, substituted
-from kit.captures import CpuCapturer
+from comfy_accel.accel.modules.substitution import Order, substitute
 
 REPETITIONS = 300
 
@@ -27,7 +28,7 @@ def time_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[li
     layers = block_layers(model.model.diffusion_model, CompileSettings(backend="eager"), cache)
     runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
     calls = _record_calls(runners, lambda: image(model))
-    with substituted(layers, Order.COMPILED), _idling(cache, calls):
+    with substitute(layers, Order.COMPILED), _idling(cache, calls):
         each = [
             time_least(put_within_a_pass(runners[block], block.forward), args, kwargs)
             for block, (args, kwargs) in calls.items()
@@ -72,7 +73,7 @@ def _record_calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tupl
 
         return layer
 
-    with substituted({block: spy(block) for block in blocks}, Order.CACHED):
+    with substitute({block: spy(block) for block in blocks}, Order.CACHED):
         image()
     return calls
 

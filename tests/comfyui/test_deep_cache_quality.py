@@ -214,7 +214,7 @@ def test_denoised_output_of_half_a_run_is_the_prediction_alone(network, monkeypa
     with torch.inference_mode():
         _, expected = outputs(network)
         latent, denoised = outputs(cached)
-        monkeypatch.setattr(host._Sampling, "showing", lambda self, args: args)
+        monkeypatch.setattr(host._Sampling, "wrap_callback", lambda self, args: args)
         same, given = outputs(cached)
     assert torch.equal(latent, same)
     closer = similarity.latent_psnr(denoised, expected) - similarity.latent_psnr(given, expected)

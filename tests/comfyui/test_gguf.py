@@ -22,8 +22,8 @@ from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.hosts.comfyui.text_encoder import accelerate_clip
-from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.signature.output_check import beyond_rounding
+from comfy_accel.accel.modules.substitution import Order, substitute
+from comfy_accel.accel.signature.output_check import compare_to_rounding
 from kit.compiled import graphs
 from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain, saving
 from kit.tiny_encoders import ENCODERS
@@ -216,7 +216,7 @@ def test_lora_that_comes_within_a_run_is_added():
     layers = block_layers(model, EAGER, cache)
     patched(model, lora(1, 4, 0.5))
     eager = model(X)
-    with substituted(layers, Order.COMPILED):
+    with substitute(layers, Order.COMPILED):
         assert torch.equal(model(X), eager)
 
 
@@ -237,7 +237,7 @@ def test_what_is_no_low_rank_product_runs_eagerly_with_a_reason_in_words(what):
     layers = block_layers(model, EAGER, cache)
     patched(model, NOT_LOW_RANK[what])
     eager = model(X)
-    with substituted(layers, Order.COMPILED):
+    with substitute(layers, Order.COMPILED):
         assert torch.equal(model(X), eager)
     (row,) = fallbacks.rows()
     (reason, *_) = [str(reason) for _, reason in survey(model).left_eager] or [row["reason"]]
@@ -288,11 +288,11 @@ def test_compiled_graph_serves_other_weights_and_loras_of_its_layout_and_is_save
     for seed, cache in enumerate(caches):
         model, x = stored(layout, seed), X[:, : 7 - seed]
         eager, compiled = both_ways(model, cache, x, settings)
-        assert beyond_rounding(compiled, eager) is None
+        assert compare_to_rounding(compiled, eager) is None
         for name in ("three", "of rank 1"):
             patched(model, *LORAS[name])
             eager, compiled = both_ways(model, cache, x, settings)
-            assert beyond_rounding(compiled, eager) is None
+            assert compare_to_rounding(compiled, eager) is None
     assert fallbacks.rows() == []
     counts = [[cache.statistics()[name] for name in ("loaded", "compilations")] for cache in caches]
     assert counts == [[0, 2], [2, 0]]

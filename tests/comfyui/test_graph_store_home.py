@@ -17,7 +17,7 @@ from comfy_accel.accel.cache.graph_cache import shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.preferences import running_home
+from comfy_accel.accel.hosts.comfyui.preferences import find_running_home
 from comfy_accel.accel.hosts.comfyui.tracing import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location
 from kit import tiny_models
@@ -181,7 +181,7 @@ def test_node_alone_touches_no_disk(home):
 
 
 def test_users_folder_is_one_that_no_request_reaches(home):
-    assert running_home() == home
+    assert find_running_home() == home
     public = getattr(folder_paths, "get_public_user_directory", None)
     if public is None:
         pytest.skip("this ComfyUI keeps no users' folders from requests (get_public_user_directory)")

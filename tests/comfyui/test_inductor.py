@@ -7,7 +7,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from kit import tiny_models
 from kit.compiled import graphs
 
@@ -46,7 +46,7 @@ def test_joint_attention_blocks_compile_once_and_match_eager():
                 embed(torch.rand(batch, image + text, 3)),
             )
             expected = model(*given)
-            with substituted(layers, Order.COMPILED):
+            with substitute(layers, Order.COMPILED):
                 actual = model(*given)
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     assert fallbacks.rows() == []

@@ -11,7 +11,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.compiled import graphs
 
 ROTATE = "accel_test::rotate"
@@ -75,7 +75,7 @@ def test_a_compiled_block_computes_them_itself_where_their_python_code_is_known(
         x, freqs_cis = torch.randn(2, tokens, 8), torch.randn(1, tokens, 8)
         expected = model(x, freqs_cis)
         layers = block_layers(model, CompileSettings(backend=backend), cache)
-        with substituted(layers, Order.COMPILED):
+        with substitute(layers, Order.COMPILED):
             assert torch.equal(model(x, freqs_cis), expected)
     assert graphs() == 1 and kitchen.apply_rope1 is kitchen.rms_adaln is operator
     assert ("accel_test.rotate" in called) == (not is_there)

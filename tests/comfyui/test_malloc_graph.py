@@ -20,7 +20,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui import recording
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.modules.substitution import substituted
+from comfy_accel.accel.modules.substitution import substitute
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from kit.captures import capturing_cache
 from kit.deep_cache import cached
@@ -87,7 +87,7 @@ def scoped(model, fake, is_within=False, has_prefix=False):
         if not is_within:
             layers[network] = functools.partial(whole, fake)
         try:
-            with substituted(layers, 2):
+            with substitute(layers, 2):
                 return executor(*args, **kwargs)
         finally:
             fake.cleanup_prefetch_queues()
@@ -209,7 +209,7 @@ def test_blocks_stand_aside_while_core_captures_around_them(fake, cache, monkeyp
 
 
 def test_no_garbage_is_collected_during_a_pause(fake):
-    context = recording.unrecorded_context()
+    context = recording.make_unrecorded_context()
     with context():
         assert gc.isenabled()  # nothing is recorded
     with fake.malloc_graph_scope(torch.device("cpu")):
@@ -225,9 +225,9 @@ def test_first_cores_with_a_recorder_have_no_pause_of_their_own(monkeypatch):
     first = types.ModuleType("comfy.model_prefetch")
     first.ACTIVE_MALLOC_GRAPHS = {threading.get_ident(): graph}
     monkeypatch.setitem(sys.modules, "comfy.model_prefetch", first)
-    with recording.unrecorded_context()():
+    with recording.make_unrecorded_context()():
         assert said == ["pause"]
     assert said == ["pause", "resume"]
     first.ACTIVE_MALLOC_GRAPHS.clear()
-    with recording.unrecorded_context()():
+    with recording.make_unrecorded_context()():
         assert len(said) == 2

@@ -15,7 +15,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.compiled import graphs
 from kit.zoo import ZOO, Noise, Size
 from torch._dynamo.utils import counters
@@ -90,7 +90,7 @@ def test_model_is_compiled_once_and_equals_eager_at_every_size(name):
     layers = block_layers(model, CompileSettings(backend="eager"), cache)
     hits = cache.statistics()["hits"]
     compiled = []
-    with substituted(layers, Order.COMPILED):
+    with substitute(layers, Order.COMPILED):
         for step, size in enumerate(sizes):
             out = call(model, name, size, step)
             compiled.append(graphs())

@@ -10,9 +10,9 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.blocks import blocks
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from comfy_accel.accel.signature import output_check
-from comfy_accel.accel.signature.output_check import beyond_rounding
+from comfy_accel.accel.signature.output_check import compare_to_rounding
 from kit.compiled import graphs
 from kit.zoo import ZOO, Noise, Size
 
@@ -102,7 +102,7 @@ def differences(name):
                 pairs = zip(run(wide, given, torch.float32), run(half, given, dtype), strict=True)
                 for number, (one, other) in enumerate(pairs):
                     at = type(block).__name__, number, dtype, stream
-                    found[at] = beyond_rounding(one.to(other.dtype), other, tensors_in(given), [dtype])
+                    found[at] = compare_to_rounding(one.to(other.dtype), other, tensors_in(given), [dtype])
     return found
 
 
@@ -126,7 +126,7 @@ def test_graphs_compiled_in_half_precision_pass(name, dtype, monkeypatch):
     level = torch.full((len(x),), 0.5)
     with (
         torch.inference_mode(),
-        substituted(block_layers(model, CompileSettings("inductor"), GraphCache()), Order.COMPILED),
+        substitute(block_layers(model, CompileSettings("inductor"), GraphCache()), Order.COMPILED),
     ):
         for _ in range(2):
             model(x, level, **options(level), **given)

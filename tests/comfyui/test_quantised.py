@@ -10,7 +10,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.compiled import graphs
 from kit.quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised, saving
 from torch._dynamo.utils import counters
@@ -84,7 +84,7 @@ def test_tracing_leaves_no_tensor_without_values_in_the_caches_of_kernels():
 
     model = quantised("convrot_w4a4")
     convrot_w4a4._HADAMARD_CACHE.clear()
-    with substituted(block_layers(model, EAGER, GraphCache()), Order.COMPILED):
+    with substitute(block_layers(model, EAGER, GraphCache()), Order.COMPILED):
         compiled = model(X)
     assert torch.equal(compiled, model(X))
     assert sys.modules["comfy_kitchen.tensor.convrot_w4a4"].convrot_w4a4_linear is convrot_w4a4_linear

@@ -72,7 +72,7 @@ def test_what_is_compiled_beside_the_image_is_told_when_it_changes(monkeypatch):
     stop = events.subscribe(lambda name, data: told.append((data["number"], data["of"], data["stage"], data["node"])))
     try:
         for done in ((0, 0), (0, 2), (0, 2), (1, 2), (2, 2), (2, 2)):
-            with progress.during_call(2, "7"):
+            with progress.report_call(2, "7"):
                 now.append(done)
     finally:
         stop()
@@ -229,7 +229,7 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     registry.register_handler(Watch("watch"))
     registry.start_progress("sampler")
     registry.update_progress("sampler", 1, 3)
-    with CompileProgress().during_call(2, "of another prompt"):
+    with CompileProgress().report_call(2, "of another prompt"):
         events.emit("compile_start", name="block")
         events.emit("compile_end")
     assert {node for node, _, _ in heard} == {"sampler"}

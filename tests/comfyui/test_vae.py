@@ -5,7 +5,7 @@ import copy
 import comfy.sd
 import pytest
 import torch
-from comfy_accel.accel.hosts.comfyui.views import uncompiled_vae
+from comfy_accel.accel.hosts.comfyui.views import make_uncompiled_vae
 from kit import tiny_vaes
 from kit.compiled import forwards_in_place, graphs
 
@@ -39,13 +39,13 @@ def compiled(vae):
 @pytest.mark.parametrize("name", CALLS)
 @torch.inference_mode()
 def test_a_skipped_vae_is_compiled_in_no_call_even_if_somebody_asked_for_it(name, compiled):
-    made = CALLS[name](uncompiled_vae(compiled))
+    made = CALLS[name](make_uncompiled_vae(compiled))
     assert graphs() == 0
     assert torch.equal(made, CALLS[name](compiled)) and graphs() > 0
 
 
 def test_every_method_through_which_core_runs_a_vae_is_covered(vae):
-    view = uncompiled_vae(vae)
+    view = make_uncompiled_vae(vae)
     run = {name for name in dir(type(vae)) if not name.startswith("_") and ("decode" in name or "encode" in name)}
     plain = {"prepare_decode", "vae_encode_crop_pixels", "spacial_compression_decode", "temporal_compression_decode"}
     assert run >= CALLS.keys()
@@ -56,7 +56,7 @@ def test_every_method_through_which_core_runs_a_vae_is_covered(vae):
 @torch.inference_mode()
 def test_the_vae_given_is_left_alone_and_shares_its_weights(vae):
     before = dict(vae.__dict__)
-    view = uncompiled_vae(uncompiled_vae(vae))  # of two nodes in a row
+    view = make_uncompiled_vae(make_uncompiled_vae(vae))  # of two nodes in a row
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
     assert view is not vae and view.first_stage_model is vae.first_stage_model and view.patcher is vae.patcher
     assert isinstance(view, type(vae)) and type(view).__name__ == "VAE"
@@ -65,7 +65,7 @@ def test_the_vae_given_is_left_alone_and_shares_its_weights(vae):
 
 @torch.inference_mode()
 def test_a_failing_decode_has_cores_error_and_the_next_one_runs(vae):
-    view = uncompiled_vae(vae)
+    view = make_uncompiled_vae(vae)
     with pytest.raises(RuntimeError) as expected:
         vae.decode(torch.zeros(1, 3, 8, 8))
     with pytest.raises(RuntimeError) as found:
@@ -73,17 +73,17 @@ def test_a_failing_decode_has_cores_error_and_the_next_one_runs(vae):
     assert str(found.value) == str(expected.value)
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
     with pytest.raises(RuntimeError, match="VAE is invalid"):
-        uncompiled_vae(comfy.sd.VAE(sd={})).decode(latent())
+        make_uncompiled_vae(comfy.sd.VAE(sd={})).decode(latent())
 
 
 @torch.inference_mode()
 def test_copies_of_a_view_decode_with_the_model_that_they_have(vae):
     """As core's Select VAE Device node makes one."""
     other = tiny_vaes.sd15(seed=1)
-    swapped = copy.copy(uncompiled_vae(vae))
+    swapped = copy.copy(make_uncompiled_vae(vae))
     swapped.patcher, swapped.first_stage_model = other.patcher, other.first_stage_model
     assert torch.equal(swapped.decode(latent()), other.decode(latent()))
-    deep = copy.deepcopy(uncompiled_vae(vae))
+    deep = copy.deepcopy(make_uncompiled_vae(vae))
     assert deep.first_stage_model is not vae.first_stage_model
     assert torch.equal(deep.decode(latent()), vae.decode(latent()))
 
@@ -92,10 +92,10 @@ def test_copies_of_a_view_decode_with_the_model_that_they_have(vae):
 def test_a_call_that_an_extension_put_on_a_vae_stays(vae):
     changed = copy.copy(vae)
     changed.decode = lambda samples, **options: "theirs"
-    assert uncompiled_vae(changed).decode(latent()) == "theirs"
+    assert make_uncompiled_vae(changed).decode(latent()) == "theirs"
 
 
 @torch.inference_mode()
 def test_a_view_can_be_called_from_code_that_is_compiled(vae):
-    view, expected = uncompiled_vae(vae), vae.decode(latent()) * 2
+    view, expected = make_uncompiled_vae(vae), vae.decode(latent()) * 2
     assert torch.equal(torch.compile(lambda given: view.decode(given) * 2, backend="eager")(latent()), expected)

@@ -8,7 +8,7 @@ import torch
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers import deep_cache as host
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
-from comfy_accel.accel.hosts.diffusers.predictions import _on_cpu, facts_of
+from comfy_accel.accel.hosts.diffusers.predictions import _copy_to_cpu, facts_of
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule
 from kit import deep_transformers, tiny_pipelines
 from kit.step_cache import corrections_told, every
@@ -192,7 +192,7 @@ def test_copy_of_a_scheduler_is_on_the_cpu():
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     with FakeTensorMode(allow_non_fake_inputs=True):
         scheduler.set_timesteps(6, device="cuda")
-        copied = _on_cpu(scheduler)
+        copied = _copy_to_cpu(scheduler)
         assert scheduler.sigmas.device.type == "cuda"
     assert {one.device.type for one in vars(copied).values() if isinstance(one, torch.Tensor)} == {"cpu"}
 

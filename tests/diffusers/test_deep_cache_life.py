@@ -10,7 +10,7 @@ import torch
 from comfy_accel.accel import accelerate_pipeline, restore
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
-from comfy_accel.accel.hosts.diffusers.predictions import around_steps
+from comfy_accel.accel.hosts.diffusers.predictions import wrap_steps
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from kit import deep_transformers, tiny_pipelines
 from kit.deep_transformers import pipeline, sample, sample_cached
@@ -177,7 +177,7 @@ def test_plain_pipeline_in_another_thread_with_the_same_unet_gets_its_own_image(
 
 def test_scheduler_is_as_it_was_whatever_is_copied_and_put_back():
     scheduler = diffusers.EulerDiscreteScheduler()
-    with around_steps(scheduler, lambda given: None, lambda result: None):
+    with wrap_steps(scheduler, lambda given: None, lambda result: None):
         state = copy.deepcopy(vars(scheduler))  # as the panorama pipeline does
         vars(scheduler).update(state)
         copied = copy.deepcopy(scheduler)
@@ -187,7 +187,7 @@ def test_scheduler_is_as_it_was_whatever_is_copied_and_put_back():
 
 def test_runs_that_overlap_on_one_scheduler_leave_nothing_on_it():
     scheduler, told = diffusers.EulerDiscreteScheduler(), []
-    first, second = (around_steps(scheduler, lambda given, n=n: told.append(n), lambda result: None) for n in (1, 2))
+    first, second = (wrap_steps(scheduler, lambda given, n=n: told.append(n), lambda result: None) for n in (1, 2))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

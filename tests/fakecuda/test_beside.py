@@ -46,7 +46,7 @@ def test_code_for_a_card_is_the_same_and_is_made_without_a_context_there(monkeyp
         while not graph.pending.is_done:
             assert time.monotonic() < ends
             time.sleep(0.05)
-        with generated_code.collected() as kept_modules:
+        with generated_code.collect_modules() as kept_modules:
             stand_in(block.forward, *inputs)
         own.stop()
         said.seek(0)
@@ -56,7 +56,7 @@ def test_code_for_a_card_is_the_same_and_is_made_without_a_context_there(monkeyp
     of_beside = generated(kept_modules)
     assert len(of_beside) == 1 and "normalise" in of_beside[0]
     monkeypatch.undo()
-    with generated_code.collected() as modules, torch.inference_mode():
+    with generated_code.collect_modules() as modules, torch.inference_mode():
         here = blocks.runner(block, GraphCache(), backend="inductor")
         here(block.forward, *inputs)
     assert here.eager_calls == 0 and generated(modules) == of_beside

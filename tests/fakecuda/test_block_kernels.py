@@ -82,7 +82,7 @@ class BlockCall:
                 least = known.abs() * torch.finfo(dtype).eps / 8
                 ours, blocks = ((part - known).abs().maximum(least) for part in (made, right))
                 found += [ours.norm() / blocks.norm() / FARTHER, ours.max() / blocks.max() / FARTHEST]
-                found += [output_check.beyond_rounding(made, right, self.tensors[count:], types) or 0.0]
+                found += [output_check.compare_to_rounding(made, right, self.tensors[count:], types) or 0.0]
         return max(math.inf if math.isnan(value) else float(value) for value in found)
 
 

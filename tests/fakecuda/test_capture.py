@@ -171,13 +171,13 @@ def test_failure_at_any_stage_leaves_the_call_eager_with_one_reason_and_others_c
     def fail_from_here(*of):
         device.fail(function, before, calls, error=2 if function == MALLOC else 700)
         monkeypatch.undo()
-        return cuda._apart_from_others(*of)
+        return cuda._split_from_others(*of)
 
     with replays(model, cache) as call:
-        monkeypatch.setattr(cuda, "_apart_from_others", fail_from_here)
+        monkeypatch.setattr(cuda, "_split_from_others", fail_from_here)
         assert not any([call(*inputs(tokens=7)) for _ in range(6)])
         device.fail("")
-        assert cuda._apart_from_others is not fail_from_here and len(reasons()) == 1
+        assert cuda._split_from_others is not fail_from_here and len(reasons()) == 1
     assert not torch.cuda.is_current_stream_capturing()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     with replays(model, cache) as call:

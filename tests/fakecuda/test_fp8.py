@@ -29,7 +29,7 @@ class Cast(nn.Module):
 def test_fp8_weights_are_compiled_and_saved(stored):
     block, given = on_card(Cast(stored)), zeros((2, 16, 64))
     with torch.inference_mode():
-        with generated_code.collected() as modules:
+        with generated_code.collect_modules() as modules:
             graph, weights = compiled(block, given, backend="inductor")
         source = "".join(Path(module.__file__).read_text() for module in modules)
         assert f"cc={CAPABILITY}," in source

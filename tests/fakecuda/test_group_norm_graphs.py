@@ -34,7 +34,7 @@ def made():
     blocks = [on_card(ResBlock(*widths), torch.half) for widths in ((64, 96), (128, 64))]
     given, kind = inputs(2, 64, 24, 40), kind_of(*blocks)
     weights = [weight_slots(block, kind.weights).take() for block in blocks]
-    with torch.inference_mode(), generated_code.collected() as modules:
+    with torch.inference_mode(), generated_code.collect_modules() as modules:
         graph, _ = compiled(blocks[0], given, kind, backend="inductor")
         loaded = saved_and_loaded(graph, blocks[0], given, kind)
     return SimpleNamespace(graphs=(graph, loaded), weights=weights, modules=modules)

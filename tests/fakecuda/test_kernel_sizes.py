@@ -72,7 +72,7 @@ class Attended(torch.nn.Module):
 def made(block, *shapes, dtype=torch.half):
     """The graph of the block for tensors of these shapes, its weights, and the file of its source."""
     block = on_card(block, dtype)
-    with torch.inference_mode(), generated_code.collected() as modules:
+    with torch.inference_mode(), generated_code.collect_modules() as modules:
         graph, weights = compiled(block, zeros(*shapes, dtype=dtype), backend="inductor", savable=False)
     (file,) = (module.__file__ for module in modules if hasattr(module, "call"))
     return graph, weights.take(), file

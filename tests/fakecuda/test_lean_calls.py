@@ -48,7 +48,7 @@ def made(request):
 
 @torch.inference_mode()
 def lean(made, *shape):
-    out, run = lean_calls.watched(made.graph.run, tensors(made, *shape))
+    out, run = lean_calls.run_watched(made.graph.run, tensors(made, *shape))
     assert out.shape == shape and run is not None
     return run
 

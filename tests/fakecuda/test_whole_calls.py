@@ -22,7 +22,7 @@ def judged(monkeypatch):
     """Each graph is faster than its block."""
     fast = Benchmark()
     fast.done = True
-    monkeypatch.setattr(Benchmarks, "of", lambda *how: fast)
+    monkeypatch.setattr(Benchmarks, "get_or_create", lambda *how: fast)
     fallbacks.clear()
     yield
     device.launches_take(0)
@@ -32,7 +32,7 @@ def judged(monkeypatch):
 def delays(monkeypatch):
     """Seconds of the processor that each call takes more: of a block with its stand-in, and of a model without any."""
     more = {"compiled": 0.0, "bare": 0.0}
-    of_runner, of_bare = BlockRunner._call, whole_calls._InPlace._passed
+    of_runner, of_bare = BlockRunner._call, whole_calls._StandIns._call_counted
 
     def spend(seconds):
         end = time.thread_time() + seconds
@@ -48,7 +48,7 @@ def delays(monkeypatch):
         return of_bare(self, *args)
 
     monkeypatch.setattr(BlockRunner, "_call", compiled)
-    monkeypatch.setattr(whole_calls._InPlace, "_passed", bare)
+    monkeypatch.setattr(whole_calls._StandIns, "_call_counted", bare)
     return more
 
 
@@ -114,7 +114,7 @@ def test_what_cuda_graphs_would_give_is_said_where_the_allocator_forbids_them(ne
     stop = subscribe(lambda name, data: told.append(data["times"]) if name == "graphs_would_give" else None)
     if aside:
         slow.done, slow.verdict = True, Reason("slower", compiled="2", eager="1")
-        monkeypatch.setattr(Benchmarks, "of", lambda *how: slow)
+        monkeypatch.setattr(Benchmarks, "get_or_create", lambda *how: slow)
     delays.update(compiled=0.01, bare=0.01)
     device.launches_take(50)
     try:
@@ -155,7 +155,7 @@ def test_run_that_is_too_short_goes_on_in_the_next(net, delays):
 def test_call_that_fails_is_no_sample(net, delays, monkeypatch):
     run = run_of(net)
     calls(run, 2)
-    with pytest.raises(ZeroDivisionError), run.calls.in_place((torch.zeros(4, 8, device="cuda"),)):
+    with pytest.raises(ZeroDivisionError), run.calls.put_in_place((torch.zeros(4, 8, device="cuda"),)):
         raise ZeroDivisionError
     assert calls(run, 6) == TURNS
 
@@ -213,7 +213,7 @@ def test_call_that_skips_its_blocks_says_nothing_of_cuda_graphs(delays):
 def test_calls_of_other_types_are_others():
     run = run_of(Net(3).cuda())
     for kind in (torch.float32, torch.float16):
-        with run.calls.in_place((torch.zeros(4, 8, dtype=kind, device="cuda"),)):
+        with run.calls.put_in_place((torch.zeros(4, 8, dtype=kind, device="cuda"),)):
             pass
     assert len(run.calls._met) == 2
 
@@ -223,6 +223,6 @@ def test_nothing_is_timed_while_others_capture(net, delays):
     calls(run, 2)
     x, graph = torch.zeros(4, 8, device="cuda"), torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        with run.calls.in_place((x,)):
+        with run.calls.put_in_place((x,)):
             net(x)
     assert calls(run, 6) == TURNS

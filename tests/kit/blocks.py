@@ -22,7 +22,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.dispatch.compiled_layers import Host, make_compiled_layers, survey_model
 from comfy_accel.accel.fingerprint.survey import survey
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def runners(model: torch.nn.Module, cache: GraphCache, **settings: Any) -> dict[
 def layers_of(model: torch.nn.Module, cache: GraphCache, host: Host | None = None, **settings: Any):
     """All that is put around a model and its blocks for a run, by module."""
     made, host = eagerly(**settings), host or Host()
-    return compiled_layers(model, survey_model(model, made, host), made, host, cache)
+    return make_compiled_layers(model, survey_model(model, made, host), made, host, cache)
 
 
 def of_a_pack(function: types.FunctionType, name: str = "a_pack") -> types.FunctionType:

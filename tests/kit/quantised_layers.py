@@ -16,7 +16,7 @@ from comfy.ldm.modules.attention import FeedForward
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 
@@ -110,7 +110,7 @@ def both_ways(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(eager, compiled)"""
     eager = model(x)
-    with substituted(block_layers(model, settings, cache), Order.COMPILED):
+    with substitute(block_layers(model, settings, cache), Order.COMPILED):
         return eager, model(x)
 
 

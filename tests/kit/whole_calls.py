@@ -9,7 +9,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.dispatch.compiled_layers import Host, make_compiled_layers, survey_model
 from comfy_accel.accel.dispatch.whole_calls import WholeCalls
 from comfy_accel.accel.fingerprint.survey import KeptSurveys
 from torch import nn
@@ -46,8 +46,8 @@ class Run:
     def __init__(self, net, cache=None, settings=MEASURED, device="cpu"):
         self.device = torch.device(device)
         self.net, self.cache = net, cache or GraphCache()
-        found = survey_model(net, settings, Host(), KeptSurveys.on(net))
-        layers = compiled_layers(net, found, settings, Host(), self.cache)
+        found = survey_model(net, settings, Host(), KeptSurveys.get_or_create(net))
+        layers = make_compiled_layers(net, found, settings, Host(), self.cache)
         self.runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
         self.calls = WholeCalls("Net", layers, self.cache, settings)
 
@@ -59,7 +59,7 @@ class Run:
             if event == "call" and frame.f_code is BlockRunner._call.__code__:
                 asked[frame.f_locals["self"]._region.path] += 1
 
-        with self.calls.in_place((x,), **how):
+        with self.calls.put_in_place((x,), **how):
             sys.setprofile(hook)
             try:
                 out = self.net(x)

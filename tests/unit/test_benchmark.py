@@ -10,7 +10,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import benchmark as module
 from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, ROUNDS, Benchmark, Benchmarks
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
-from comfy_accel.accel.signature.output_check import beyond_rounding
+from comfy_accel.accel.signature.output_check import compare_to_rounding
 
 CPU = torch.device("cpu")
 VALUE = torch.linspace(-1, 1, 64)
@@ -77,7 +77,7 @@ def test_turns_do_not_pair_one_of_two_blocks_with_one_way():
 def test_graph_that_was_slow_in_a_busy_moment_is_timed_again_in_a_run_some_minutes_later(monkeypatch):
     cache, passed = GraphCache(), [0.0]
     entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool))
-    benchmark = entry.benchmarks(graph).of([VALUE])
+    benchmark = entry.benchmarks(graph).get_or_create([VALUE])
     run_all(benchmark, takes(0.02), takes(0.001))
     monkeypatch.setattr(module.time, "perf_counter", lambda clock=time.perf_counter: clock() + passed[0])
     for waited, generations in ((module.ASKED_AGAIN - 60, 0), (120, 1)):
@@ -147,10 +147,10 @@ def test_threads_that_benchmark_at_once_judge_it_once():
 
 def test_each_power_of_two_in_size_is_judged_for_itself():
     benchmarks = Benchmarks()
-    small, large = (benchmarks.of([torch.empty(3, 0), torch.empty(1, 4, side, side)]) for side in (8, 32))
+    small, large = (benchmarks.get_or_create([torch.empty(3, 0), torch.empty(1, 4, side, side)]) for side in (8, 32))
     run_all(small, takes(0.01), takes(0.001))
     assert small.verdict is not None and large.verdict is None
-    assert benchmarks.of([torch.empty(1, 4, 9, 8)]) is small
+    assert benchmarks.get_or_create([torch.empty(1, 4, 9, 8)]) is small
 
 
 def test_wrong_graph_is_wrong_at_every_size():
@@ -158,7 +158,7 @@ def test_wrong_graph_is_wrong_at_every_size():
     pattern = benchmarks.pattern([torch.empty(8)])
 
     def difference(out, expected):
-        return benchmarks.judge(pattern, beyond_rounding(out, expected))
+        return benchmarks.judge(pattern, compare_to_rounding(out, expected))
 
     out = benchmarks.compare(pattern, lambda: VALUE + 0.5, lambda: VALUE, difference)
     assert torch.equal(out, VALUE) and benchmarks.wrong.code == "wrong_output"

@@ -169,7 +169,7 @@ def test_torchs_switches_are_as_here(block, shared):
     x, cache, own = inputs(2, 6), GraphCache(), torch.backends.cuda.flash_sdp_enabled()
     try:
         torch.backends.cuda.enable_flash_sdp(False)
-        with generated_code.collected() as modules, torch.inference_mode():
+        with generated_code.collect_modules() as modules, torch.inference_mode():
             for _ in range(2):
                 runner(block, cache)(block.forward, x)
                 wait(cache)
@@ -227,7 +227,7 @@ def test_who_waits_for_code_can_cancel(block, process, monkeypatch):
     def stops():
         raise blocks.Stop
 
-    monkeypatch.setattr(process, "_answered", lambda job: time.sleep(600))
+    monkeypatch.setattr(process, "_send", lambda job: time.sleep(600))
     cache, x = GraphCache(), inputs(2, 6)
     runner(block, cache)(block.forward, x)
     host = Host(interrupts=(blocks.Stop,), ask=stops)
@@ -470,7 +470,7 @@ def test_it_and_the_compilers_that_it_runs_end_with_the_process_that_began_it_an
 def test_images_that_go_without_code_for_minutes_are_told_of_once(block, process, monkeypatch, caplog):
     """For machines too busy, or too slow, for the process to get anywhere."""
     caplog.set_level("INFO", "accel")
-    monkeypatch.setattr(process, "_answered", lambda job: time.sleep(600))
+    monkeypatch.setattr(process, "_send", lambda job: time.sleep(600))
     cache, x = GraphCache(), inputs(2, 6)
     stand_in = runner(block, cache)
     stand_in(block.forward, x)

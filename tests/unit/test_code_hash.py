@@ -10,7 +10,7 @@ from os import environ, getenv
 import numpy
 import pytest
 import torch
-from comfy_accel.accel.fingerprint.code_facts import facts_of, filled
+from comfy_accel.accel.fingerprint.code_facts import facts_of, find_changed_lists
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
 from torch import nn
@@ -215,7 +215,7 @@ def test_steps_that_newer_pythons_make_of_two_are_read_as_both():
         def passes_on(self):
             return len(super().kept)
 
-    assert filled(fills.__code__) == {"parts", "kept"}
+    assert find_changed_lists(fills.__code__) == {"parts", "kept"}
     assert "self" in facts_of(Table.hands_back.__code__).whole
     assert facts_of(Table.changes.__code__).mutates == {None}
     assert {"kept", "self"} & facts_of(Table.passes_on.__code__).whole == {"kept"}
@@ -228,7 +228,7 @@ def test_list_that_code_shares_with_a_function_in_it_is_known_to_be_filled():
 
     inside = lambda x, kept=[]: lambda part: kept.append(part)  # noqa: B006, E731
     nowhere = lambda x, kept=[]: lambda part: part * kept[0]  # noqa: B006, E731
-    found = [filled(function.__code__) for function in (outside, inside, nowhere)]
+    found = [find_changed_lists(function.__code__) for function in (outside, inside, nowhere)]
     assert ["kept" in names for names in found] == [True, True, False]
 
 

@@ -12,11 +12,11 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
-from comfy_accel.accel.fingerprint.code_hash import CodeReader, unread_code
+from comfy_accel.accel.fingerprint.code_hash import CodeReader, find_unread_code
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable, number_of
 from comfy_accel.accel.fingerprint.survey import survey
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.blocks import eagerly, layers_of, model_of
 from torch import nn
 
@@ -191,13 +191,15 @@ def test_code_that_ran_and_was_not_read_is_named():
     read = CodeReader()
     read.read(frozenset({Block}))
     assert (
-        unread_code([Block.forward.__code__, offset.__code__, nn.GroupNorm.forward.__code__], read.collect_code().codes)
+        find_unread_code(
+            [Block.forward.__code__, offset.__code__, nn.GroupNorm.forward.__code__], read.collect_code().codes
+        )
         is None
     )
     inner = functools.partial.__new__  # no code of Python's
-    assert inner and unread_code([passed_on.__code__], read.collect_code().codes) is passed_on.__code__
+    assert inner and find_unread_code([passed_on.__code__], read.collect_code().codes) is passed_on.__code__
     nested = next(part for part in scaled_by.__code__.co_consts if isinstance(part, types.CodeType))
-    assert unread_code([nested], [scaled_by.__code__]) is None
+    assert find_unread_code([nested], [scaled_by.__code__]) is None
 
 
 def test_graph_of_code_that_was_not_read_is_not_kept(monkeypatch):
@@ -218,7 +220,7 @@ def test_code_that_changes_again_and_again_runs_eagerly_after_a_while(monkeypatc
     model = model_of(Block(), Block())
     layers = layers_of(model, GraphCache())
     x, runners = torch.ones(2, 4, 3), [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
-    with torch.no_grad(), substituted(layers, Order.COMPILED):
+    with torch.no_grad(), substitute(layers, Order.COMPILED):
         for amount in range(7):
             OFFSETS["a"] = float(amount)
             plain = Choice.get()(offset(model.blocks[0].mix(model.blocks[0].norm(x))))

@@ -8,13 +8,13 @@ from comfy_accel.accel.step_cache import correction, sampler_facts
 from comfy_accel.accel.step_cache import run as running
 from comfy_accel.accel.step_cache.forecast import forecast
 from comfy_accel.accel.step_cache.noise_levels import angle
-from comfy_accel.accel.step_cache.sampler_facts import measured
+from comfy_accel.accel.step_cache.sampler_facts import measure
 from kit.sampling import SCHEDULE, ancestral, heun, sampler
 from kit.step_cache import every, skipping
 
 
 def response_of(schedule, sample):
-    return measured(schedule, False, sample).response
+    return measure(schedule, False, sample).response
 
 
 def test_response_says_how_predictions_reach_the_final_latent():
@@ -51,7 +51,7 @@ def exactly(monkeypatch):
 def made(sample, settings, corrects=True, schedule=SCHEDULE, changes=(), scale=lambda step: None):
     """The final latent where predictions lie on a line over the noise level's angle, and by how much each was
     corrected."""
-    run = running.DeepCacheRun(settings, measured(schedule, False, sample), (math.inf, 0.0), changes)
+    run = running.DeepCacheRun(settings, measure(schedule, False, sample), (math.inf, 0.0), changes)
     off, step = [], -1
     if not corrects:
         run.stop_correcting()
@@ -98,7 +98,7 @@ def test_nothing_is_interpolated_where_another_thing_is_asked_from_then_on(how):
 
 def evaluated(*evaluations):
     """What a run that skips step 2 gives for each (level, size)."""
-    run, got = running.DeepCacheRun(skipping(2), measured(SCHEDULE, False, sampler(0)), (math.inf, 0.0)), []
+    run, got = running.DeepCacheRun(skipping(2), measure(SCHEDULE, False, sampler(0)), (math.inf, 0.0)), []
     for level, size in evaluations:
         run.begin(level)
         latent = torch.full((1, 4, size, size), 2 * level)

@@ -43,7 +43,7 @@ class Run:
         return self.call(swap, True)
 
     def call(self, swap, is_compiled):
-        with torch.no_grad(), self._place.in_place() if is_compiled else contextlib.nullcontext(), swap():
+        with torch.no_grad(), self._place.put_in_place() if is_compiled else contextlib.nullcontext(), swap():
             return self.net(X)
 
     @property

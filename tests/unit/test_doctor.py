@@ -22,7 +22,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
-        monkeypatch.setattr(toolchain, "lacking", lambda device: None)
+        monkeypatch.setattr(toolchain, "find_missing", lambda device: None)
         monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
 
     return made
@@ -55,7 +55,7 @@ def test_python_without_torch_names_the_one_to_use(monkeypatch, tmp_path, capsys
 
 def test_machine_without_a_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(toolchain, "lacking", lambda device: None)
+    monkeypatch.setattr(toolchain, "find_missing", lambda device: None)
     said = told()
     assert said["Device"] == "none but the CPU" and said["CUDA graphs"].startswith("no: they need")
     assert said["Compiling"].startswith("yes")
@@ -63,7 +63,7 @@ def test_machine_without_a_card(monkeypatch):
 
 def test_what_is_missing_and_what_to_do_come_before_all_else_of_compiling(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(toolchain, "lacking", lambda device: Reason("no_triton", command="pip install triton"))
+    monkeypatch.setattr(toolchain, "find_missing", lambda device: Reason("no_triton", command="pip install triton"))
     said = told()
     assert said["Compiling"].startswith("no: ") and "pip install triton" in said["Compiling"]
 

@@ -6,9 +6,9 @@ import json
 import pytest
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.sentences import LOADED_IN_PART
-from comfy_accel.accel.hosts.comfyui.words import advice, advised
-from comfy_accel.accel.report.account import Saving, by_compiling, rounded
-from comfy_accel.accel.report.facts import cache_fact, facts_of, line_of, skipping_fact
+from comfy_accel.accel.hosts.comfyui.words import add_advice, advice
+from comfy_accel.accel.report.account import Saving, compute_compile_saving, format_seconds
+from comfy_accel.accel.report.facts import cache_fact, facts_of, line_of, make_skip_fact
 from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
 from kit.run_facts import run_of
@@ -91,7 +91,7 @@ def test_sentences_say_what_was_made_gained_compiled_and_skipped_and_what_was_no
     ):
         assert said.count(sentence) == 1, sentence
     assert said.startswith("Last image") and max(map(len, said.splitlines())) < 420
-    assert json.dumps(RUN.as_json()).count("another extension has replaced its forward") == 1
+    assert json.dumps(RUN.to_json()).count("another extension has replaced its forward") == 1
 
 
 def test_what_another_node_compiles_is_not_said_to_run_uncompiled():
@@ -133,7 +133,7 @@ def test_traced_blocks_are_called_neither_compiled_nor_captured():
 
 @pytest.mark.parametrize(("value", "said"), [(0.021, "0.02"), (3.44, "3.4"), (59.94, "60"), (125, "125")])
 def test_seconds_for_people(value, said):
-    assert rounded(value) == said
+    assert format_seconds(value) == said
 
 
 # What to do about it
@@ -149,7 +149,7 @@ def test_seconds_for_people(value, said):
     ],
 )
 def test_why_no_step_was_skipped_comes_with_what_to_do(facts, sampler, said):
-    assert said in advised(skipping_fact(Skipping(**facts)), sampler)
+    assert said in add_advice(make_skip_fact(Skipping(**facts)), sampler)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_why_no_step_was_skipped_comes_with_what_to_do(facts, sampler, said):
 )
 def test_advice_is_given_where_somebody_can_act_on_it(facts, code, said):
     (fact,) = [fact for fact in facts_of(run_of(**facts)) if getattr(fact.why, "code", fact.why) == code]
-    assert (advice(fact.why) is None) == (said is None) and (said or "") in advised(fact)
-    assert advised(fact).splitlines()[0].endswith(".")
+    assert (advice(fact.why) is None) == (said is None) and (said or "") in add_advice(fact)
+    assert add_advice(fact).splitlines()[0].endswith(".")
 
 
 def test_where_all_is_well_nothing_is_to_be_changed():
@@ -204,7 +204,10 @@ SAID = [
     ({"by_compiling": saved(-0.1)}, "no faster than without Accel"),
     ({"by_compiling": saved(-1.0)}, "about 1.0 s slower than without Accel"),
     (MADE, "compiled once in 14 s · gain known after the next image"),
-    ({**MADE, "by_compiling": by_compiling(9, {}, False)}, "compiled once in 14 s · How much compiling saved is not m"),
+    (
+        {**MADE, "by_compiling": compute_compile_saving(9, {}, False)},
+        "compiled once in 14 s · How much compiling saved is not m",
+    ),
     ({"loaded": 4, "load_seconds": 4.8}, "compiled graphs loaded from disk in 4.8 s · Nothing of"),
     (
         {"loaded": 4, "load_seconds": 4.8, "by_compiling": saved(0.3), "owed": {"": 4.5}, "seconds": 8.8},

@@ -3,15 +3,15 @@
 from comfy_accel.accel.core.events import log
 from comfy_accel.accel.core.fallbacks import _MOST, Fallbacks
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.report.log import named
+from comfy_accel.accel.report.log import add_name
 
 
 def test_lines_in_a_program_s_log_begin_with_whose_they_are(caplog):
-    log.addFilter(named)
+    log.addFilter(add_name)
     try:
         Fallbacks().note("Block", Reason("autocast"))
     finally:
-        log.removeFilter(named)
+        log.removeFilter(add_name)
     assert [record.getMessage().partition(", and")[0] for record in caplog.records] == [
         "Accel: Block runs uncompiled: autocast is on"
     ]
@@ -33,7 +33,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one_with_the_latest(caplog):
         said.note("Block", Reason("slower", compiled=f"{milliseconds:.2f}", eager="1.2e-03"))
     fields = {"compiled": "3.04", "eager": "1.2e-03"}
     reason = "compiled 3.04 ms, normal 1.2e-03 ms a call at this size: kept normal"
-    assert [(str(why), calls) for (_, why), calls in said.since(before).items()] == [(reason, 1)]
+    assert [(str(why), calls) for (_, why), calls in said.subtract(before).items()] == [(reason, 1)]
     assert said.rows() == [{"block": "Block", "code": "slower", "fields": fields, "reason": reason, "calls": 2}]
     assert len([record for record in caplog.records if "runs uncompiled" in record.message]) == 1
     for name in ("attn1", "attn2"):  # names, and no numbers
@@ -47,7 +47,7 @@ def test_counts_since_have_only_the_calls_that_came_after():
     said.note("Block", Reason("gradients"))
     before = said.counts()
     said.note("Block", Reason("autocast"))
-    assert said.since(before) == {("Block", Reason("autocast")): 1}
+    assert said.subtract(before) == {("Block", Reason("autocast")): 1}
 
 
 def test_table_is_bounded():

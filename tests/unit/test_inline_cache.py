@@ -422,7 +422,7 @@ def test_comparison_counts_where_it_was_made_and_unless_another_found_the_graph_
     monkeypatch.setattr("comfy_accel.accel.compile.benchmark.SLOWER", 1e9)  # whatever the clock says
     x = torch.randn(2, 4)
     runs = after_a_run(x, calls=1, measured=True)
-    benchmark = runs.entry.benchmarks(runs.entry.graphs[0]).of([x])
+    benchmark = runs.entry.benchmarks(runs.entry.graphs[0]).get_or_create([x])
     benchmark.done = True
     assert not runs.first_call_is_matched(x) and runs.first_call_is_matched(x)
     stand_in = runs.begin()

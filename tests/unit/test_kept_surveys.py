@@ -13,7 +13,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch import compiled_layers
 from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
 from comfy_accel.accel.fingerprint.survey import KeptSurveys, survey
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.blocks import Wrapped
 from kit.code_swaps import attribute
 from torch import nn
@@ -65,7 +65,7 @@ def surveys(monkeypatch):
 def look(model, host=None, settings=SETTINGS):
     """The survey at the start of a run, which must be what a new one is."""
     host = host or _HOST
-    found = survey_model(model, settings, host, KeptSurveys.on(model))
+    found = survey_model(model, settings, host, KeptSurveys.get_or_create(model))
     anew = survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
     assert [(region.path, region.block, region.kind) for region in found.regions] == [
         (region.path, region.block, region.kind) for region in anew.regions
@@ -166,7 +166,7 @@ def test_what_decides_no_kind_makes_no_new_survey(change, surveys):
     look(model)
     KEEPS[change](model)
     assert is_kept(model, surveys)
-    with substituted({block(model): lambda inner, x: inner(x)}, Order.CACHED):
+    with substitute({block(model): lambda inner, x: inner(x)}, Order.CACHED):
         assert is_kept(model, surveys)
 
 
@@ -374,11 +374,11 @@ def test_few_surveys_are_kept_and_none_of_a_model_that_was_made_otherwise(survey
     for index in range(9):
         with attribute(Block, "forward", types.FunctionType(OtherBlock.forward.__code__, {"n": index})):
             look(model)
-    assert len(KeptSurveys.on(model)._kept) == 4
+    assert len(KeptSurveys.get_or_create(model)._kept) == 4
     block(model).scale = 3.0
     set_weight(block(model).first, "weight", torch.zeros(6, 4))
     look(model)
-    assert len(KeptSurveys.on(model)._kept) == 1
+    assert len(KeptSurveys.get_or_create(model)._kept) == 1
 
 
 def wrapped_by_a_pack(function):

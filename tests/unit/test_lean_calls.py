@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.generated_code import LoadedCode
-from comfy_accel.accel.compile.lean_calls import watched
+from comfy_accel.accel.compile.lean_calls import run_watched
 from kit.blocks import Block, runner
 
 pytestmark = pytest.mark.usefixtures("inductor_is_there")
@@ -47,7 +47,7 @@ def written_and_not_handed_back(x, weight):
 def inductor_is_there():
     from comfy_accel.accel.core import toolchain
 
-    lacking = toolchain.lacking("cpu")
+    lacking = toolchain.find_missing("cpu")
     if lacking is not None:
         pytest.skip(str(lacking))
 
@@ -88,7 +88,7 @@ def equal(out, expected):
 def test_later_calls_give_the_same_without_torch_around_them(compiled, function, rows):
     run, calls = compiled(function)
     first = tensors(function, rows)
-    out, lean = watched(run, first)
+    out, lean = run_watched(run, first)
     equal(out, run(first))
     for _ in range(3):
         given = tensors(function, rows)
@@ -102,7 +102,7 @@ def test_later_calls_give_the_same_without_torch_around_them(compiled, function,
 @pytest.mark.parametrize("function", [given_back, viewed])
 def test_output_that_torch_makes_of_the_results_is_left_to_it(compiled, function):
     run, _ = compiled(function)
-    out, lean = watched(run, tensors(function))
+    out, lean = run_watched(run, tensors(function))
     assert lean is None and len(out) == 2
 
 
@@ -121,7 +121,7 @@ def test_calls_that_write_to_a_tensor_write_and_count_it_as_torch_does(compiled,
         for given in (first, second):
             with torch.inference_mode(made_in is torch.inference_mode):
                 watching = [given[0].clone(), given[1]]
-            _, lean = watched(run, watching, [0])
+            _, lean = run_watched(run, watching, [0])
             for _ in range(2):
                 with torch.inference_mode(made_in is torch.inference_mode):
                     ones, others = ([given[0].clone(), given[1]] for _ in range(2))
@@ -150,7 +150,7 @@ def test_what_torch_writes_after_the_call_is_left_to_it():
         return out
 
     x = torch.ones(2)
-    out, lean = watched(run, (x,), [0])
+    out, lean = run_watched(run, (x,), [0])
     assert lean is None and x.tolist() == [2.0, 2.0] and out.tolist() == [2.0, 2.0]
 
 
@@ -164,14 +164,14 @@ def test_code_that_was_loaded_is_called_so_too():
         calls.append(given)
         return code(list(given))[0]
 
-    out, lean = watched(run, (torch.ones(2),))
+    out, lean = run_watched(run, (torch.ones(2),))
     assert lean((out,)).tolist() == [3.0, 3.0] and len(calls) == 1
 
 
 def test_call_with_gradients_or_a_profiler_goes_through_torch(compiled):
     run, calls = compiled(one)
     with torch.no_grad():
-        _, lean = watched(run, tensors(one))
+        _, lean = run_watched(run, tensors(one))
         lean(tensors(one))
         assert len(calls) == 1
         with torch.profiler.profile():
@@ -189,11 +189,11 @@ def test_nothing_is_watched_under_autocast_or_another_profiler(compiled):
 
     sys.setprofile(mine)
     try:
-        assert watched(run, tensors(one))[1] is None and sys.getprofile() is mine
+        assert run_watched(run, tensors(one))[1] is None and sys.getprofile() is mine
     finally:
         sys.setprofile(None)
     with torch.autocast("cpu", torch.bfloat16):
-        assert watched(run, tensors(one))[1] is None
+        assert run_watched(run, tensors(one))[1] is None
 
 
 @torch.no_grad()
@@ -202,7 +202,7 @@ def test_call_that_fails_fails_as_it_would_and_leaves_no_profiler(compiled):
         raise ValueError("as it would")
 
     with pytest.raises(ValueError, match="as it would"):
-        watched(failing, tensors(one))
+        run_watched(failing, tensors(one))
     assert sys.getprofile() is None
 
 

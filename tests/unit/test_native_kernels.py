@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel.compile.native_kernels import with_built_kernels, without_compiler
+from comfy_accel.accel.compile.native_kernels import embed_built_kernels, remove_compiler_imports
 
 SOURCE = """
 from torch._inductor.async_compile import AsyncCompile
@@ -37,7 +37,7 @@ def executed(**kernels):
 
 
 def test_kernel_that_is_built_is_there_as_its_library():
-    changed = with_built_kernels(SOURCE, executed(one=_ctypes.dlopen, two=len))
+    changed = embed_built_kernels(SOURCE, executed(one=_ctypes.dlopen, two=len))
     statements = {
         statement.targets[0].id: statement.value
         for statement in ast.parse(changed).body
@@ -51,8 +51,8 @@ def test_kernel_that_is_built_is_there_as_its_library():
 
 
 def test_source_without_built_kernels_stays_as_it_is():
-    assert with_built_kernels(SOURCE, executed()) == SOURCE
-    assert with_built_kernels("x = 1\n", executed(x=_ctypes.dlopen)) == "x = 1\n"
+    assert embed_built_kernels(SOURCE, executed()) == SOURCE
+    assert embed_built_kernels("x = 1\n", executed(x=_ctypes.dlopen)) == "x = 1\n"
 
 
 HEADER = """
@@ -67,7 +67,7 @@ IMPORTED = "from torch._inductor.select_algorithm import extern_kernels\n"
 
 
 def test_functions_of_torchs_are_called_without_the_compiler(tmp_path):
-    changed = without_compiler(HEADER + "extern_kernels.addmm(a, b)\n")
+    changed = remove_compiler_imports(HEADER + "extern_kernels.addmm(a, b)\n")
     assert "import AsyncCompile" in changed and "import math" in changed and "idle" not in changed
     assert IMPORTED not in changed
     called = changed[changed.index("extern_kernels = ") :]
@@ -87,4 +87,4 @@ def test_functions_of_torchs_are_called_without_the_compiler(tmp_path):
     ],
 )
 def test_what_the_compiler_alone_has_is_imported_from_it(code):
-    assert IMPORTED in without_compiler(f"{HEADER}{code}\n")
+    assert IMPORTED in remove_compiler_imports(f"{HEADER}{code}\n")

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from comfy_accel.accel.step_cache.noise_levels import angle, in_window, is_in_order, step_of
+from comfy_accel.accel.step_cache.noise_levels import angle, is_in_order, is_in_window, step_of
 
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
 
@@ -40,7 +40,7 @@ def test_neighbours_of_a_thousand_step_schedule_stay_apart():
     "level, inside", [(8.0, True), (8.0001, True), (8.1, False), (1.0, True), (0.99999, True), (0.9, False)]
 )
 def test_both_ends_of_a_window_are_inside(level, inside):
-    assert in_window(level, (8.0, 1.0)) is inside
+    assert is_in_window(level, (8.0, 1.0)) is inside
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from comfy_accel.accel.modules import host_calls
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
 from kit.blocks import heard, layers_of, model_of, of_a_pack, reasons
@@ -69,7 +69,7 @@ def both_ways(model, cache, x=X, backend="eager"):
     """(eager, compiled)"""
     with torch.inference_mode():
         eager = model(x.clone())
-        with substituted(layers_of(model, cache, Host(wraps=PeftLayers()), backend=backend), Order.COMPILED):
+        with substitute(layers_of(model, cache, Host(wraps=PeftLayers()), backend=backend), Order.COMPILED):
             return eager, model(x.clone())
 
 
@@ -97,7 +97,7 @@ def test_blocks_are_timed_by_turns_around_code_of_others_which_runs_once_in_each
     def timed(run, _):
         return run(), seconds if isinstance(run, functools.partial) else 1.0  # the graph, or the block
 
-    monkeypatch.setattr(benchmark, "_timed", timed)
+    monkeypatch.setattr(benchmark, "_time", timed)
     called, cache, model, stable, eager = [], GraphCache(), model_of(Block(0), Block(1)), [], []
 
     def forward(x):
@@ -113,7 +113,7 @@ def test_blocks_are_timed_by_turns_around_code_of_others_which_runs_once_in_each
             for block in model.blocks:
                 layers[block].observer = observer
             called.clear()
-            with substituted(layers, Order.COMPILED):
+            with substitute(layers, Order.COMPILED):
                 assert torch.equal(model(X), expected)
             assert len(called) == 2
             stable.append(observer.is_stable)
@@ -173,7 +173,7 @@ def test_part_with_others_forward_is_given_a_hosts_options_with_tensors_of_infer
     layers = layers_of(model, cache, host)
     with torch.inference_mode():
         eager = [block(X, options) for block in model.blocks]
-        with substituted({block: layers[block] for block in model.blocks}, Order.COMPILED):
+        with substitute({block: layers[block] for block in model.blocks}, Order.COMPILED):
             assert all(torch.equal(block(X, options), one) for block, one in zip(model.blocks, eager, strict=True))
     assert reasons() == [] and cache.statistics()["hits"] == 2
     assert [sorted(one) for one in given] == 4 * [["sigmas"]]

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from comfy_accel.accel.signature import output_check
-from comfy_accel.accel.signature.output_check import beyond_rounding
+from comfy_accel.accel.signature.output_check import compare_to_rounding
 
 VALUE = torch.linspace(-1, 1, 64)
 HALF = (torch.bfloat16, torch.float16)
@@ -121,7 +121,7 @@ def test_wrong_blocks_are_found_however_large_a_few_channels_are(dtype, outlier)
     block = Block(outlier)
     right = block(dtype)
     given = [torch.zeros(3), block.x.to(dtype)]
-    found = {name: beyond_rounding(out, right, given) for name, out in wrong_outputs(block, dtype).items()}
+    found = {name: compare_to_rounding(out, right, given) for name, out in wrong_outputs(block, dtype).items()}
     assert len(found) == 18 and [name for name, times in found.items() if times is None] == []
 
 
@@ -160,7 +160,7 @@ def faulty(*fault):
 def test_faults_are_found_in_bf16_though_a_block_adds_little(wrong, quiet):
     block = Block(100, quiet)
     out, right = wrong(block, torch.bfloat16), block(torch.bfloat16)
-    assert beyond_rounding(out, right, [block.x.bfloat16()]) is not None
+    assert compare_to_rounding(out, right, [block.x.bfloat16()]) is not None
 
 
 @pytest.mark.parametrize("quiet", [0.1, 0.03, 0.01, 0.001])
@@ -168,7 +168,7 @@ def test_faults_are_found_in_bf16_though_a_block_adds_little(wrong, quiet):
 def test_rounding_passes_though_a_block_adds_little(dtype, quiet):
     block = Block(100, quiet)
     for out in (block(dtype, product=in_parts), block(dtype, computed=torch.float32).to(dtype)):
-        assert beyond_rounding(out, block(dtype), [block.x.to(dtype)]) is None
+        assert compare_to_rounding(out, block(dtype), [block.x.to(dtype)]) is None
 
 
 def test_parts_that_are_shorter_than_half_a_step_may_be_lost_in_other_sums():
@@ -177,7 +177,7 @@ def test_parts_that_are_shorter_than_half_a_step_may_be_lost_in_other_sums():
     parts = [2**-7 * 0.3 * torch.randn(given.shape, generator=random) for _ in range(4)]
     one_by_one = functools.reduce(lambda x, part: x + part.bfloat16(), parts, given)
     at_once = (given.float() + sum(parts)).bfloat16()
-    assert beyond_rounding(one_by_one, at_once, [given]) is None
+    assert compare_to_rounding(one_by_one, at_once, [given]) is None
 
 
 @pytest.mark.parametrize("at", [(0, 7), (0, slice(None), 7)])
@@ -187,7 +187,7 @@ def test_fifth_less_in_one_token_or_channel_of_many_is_found(at):
     right = given + added
     wrong = right.clone()
     wrong[at] -= 0.2 * added[at]
-    assert beyond_rounding(wrong, right, [given]) > 1
+    assert compare_to_rounding(wrong, right, [given]) > 1
 
 
 @pytest.mark.parametrize(("times", "passes"), [(2, True), (5, False)])
@@ -195,7 +195,7 @@ def test_value_may_be_off_by_what_its_channel_adds_a_few_times(times, passes):
     right = torch.ones(1, 1024, 1024).bfloat16()
     wrong = right.clone()
     wrong[0, 5, 7] += times
-    assert (beyond_rounding(wrong, right) is None) == passes
+    assert (compare_to_rounding(wrong, right) is None) == passes
 
 
 def in_parts(values, weight):
@@ -212,7 +212,7 @@ def test_other_orders_of_rounding_pass_with_room_to_spare(dtype, outlier, monkey
     others = [block(dtype, product=in_parts), block(dtype, computed=torch.float32).to(dtype)]
     monkeypatch.setattr(output_check, "STEPS", output_check.STEPS / 2)
     monkeypatch.setattr(output_check, "LEAST", output_check.LEAST / 2)
-    assert [beyond_rounding(other, right, [block.x.to(dtype)]) for other in others] == [None, None]
+    assert [compare_to_rounding(other, right, [block.x.to(dtype)]) for other in others] == [None, None]
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
@@ -220,9 +220,9 @@ def test_pieces_find_what_the_whole_does(fault, monkeypatch):
     block = Block(100)
     given, right = block.x.half(), block(torch.float16, computed=torch.float32).half()
     out = block(torch.float16) if fault is None else block(torch.float16, FAULTS[fault])
-    whole = beyond_rounding(out, right, [given])
+    whole = compare_to_rounding(out, right, [given])
     monkeypatch.setattr(output_check, "_SMALLEST_PIECE", 100)
-    assert beyond_rounding(out, right, [given]) == (whole if whole is None else pytest.approx(whole, rel=1e-3))
+    assert compare_to_rounding(out, right, [given]) == (whole if whole is None else pytest.approx(whole, rel=1e-3))
 
 
 def test_channels_of_pictures_are_found_on_either_side():
@@ -233,7 +233,7 @@ def test_channels_of_pictures_are_found_on_either_side():
         pictures = [tensor.movedim(-1, 1) for tensor in tokens]
         dense = [tensor.contiguous() for tensor in pictures]
         for out, right, given in (tokens, pictures, dense):
-            assert (beyond_rounding(out, right, [given]) is None) == (fault is None), (dtype, fault)
+            assert (compare_to_rounding(out, right, [given]) is None) == (fault is None), (dtype, fault)
 
 
 @dataclasses.dataclass
@@ -279,9 +279,9 @@ OUTPUTS = {
 @pytest.mark.parametrize(("out", "right", "given", "times"), OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_of_any_kind_are_compared(out, right, given, times):
     types = {torch.bfloat16, torch.float8_e4m3fn} if right is EIGHT else ()
-    found = beyond_rounding(out, right, given, types)
+    found = compare_to_rounding(out, right, given, types)
     assert found is None if times is None else found == times if times == math.inf else found > times
-    assert times in (None, math.inf) or beyond_rounding(right, right, given, types) is None
+    assert times in (None, math.inf) or compare_to_rounding(right, right, given, types) is None
 
 
 @pytest.mark.parametrize(
@@ -298,16 +298,16 @@ def test_coarsest_numbers_in_a_call_say_what_rounding_explains(types, passes):
     """A stream in float32 whose blocks compute in bf16 is as exact as these."""
     random = torch.Generator().manual_seed(0)
     right, error = torch.randn(2, 500, generator=random), torch.randn(2, 500, generator=random)
-    assert beyond_rounding(right + passes * error, right, types=types) is None
-    assert beyond_rounding(right + 4 * passes * error, right, types=types) > 1
-    assert beyond_rounding(right + 4 * passes * error, right, types=types, depth=16) is None
+    assert compare_to_rounding(right + passes * error, right, types=types) is None
+    assert compare_to_rounding(right + 4 * passes * error, right, types=types) > 1
+    assert compare_to_rounding(right + 4 * passes * error, right, types=types, depth=16) is None
 
 
 def test_sums_that_are_rounded_to_half_precision_explain_more():
     right = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)).half()
-    assert beyond_rounding(right * 1.02, right) > 1
+    assert compare_to_rounding(right * 1.02, right) > 1
     torch.backends.cuda.matmul.allow_fp16_accumulation = True
     try:
-        assert beyond_rounding(right * 1.02, right) is None
+        assert compare_to_rounding(right * 1.02, right) is None
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False

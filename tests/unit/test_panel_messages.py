@@ -9,7 +9,7 @@ from comfy_accel.accel.hosts.comfyui.server.panel_messages import LONGEST_SILENC
 from comfy_accel.accel.report.run import Run
 
 OWN = {"prompt_id": "prompt 1", "to": "somebody"}
-LINES = {"event": "node_lines", "lines": {"7": [Reason("line_loaded", seconds="4.8").as_json()]}, "offers": {}}
+LINES = {"event": "node_lines", "lines": {"7": [Reason("line_loaded", seconds="4.8").to_json()]}, "offers": {}}
 
 
 class Page:
@@ -57,7 +57,7 @@ def test_events_become_messages_in_order(page):
     assert public == {"event": "compiling", **what, "seconds": own["seconds"]} and own["seconds"] >= 0
     assert compiled == {"event": "compiled", "name": "Block", "seconds": 1.0}
     assert failed == {"event": "compiled", "name": "Block", "seconds": 0.1, "failed": "no"}
-    assert fallback == {"event": "fallback", "block": "Block", "of_all": False, **Reason("autocast").as_json(), **OWN}
+    assert fallback == {"event": "fallback", "block": "Block", "of_all": False, **Reason("autocast").to_json(), **OWN}
     assert rest == [{**LINES, **OWN}, {"event": "run_end"}, {"event": "cache_changed"}]
 
 

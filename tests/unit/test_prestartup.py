@@ -106,10 +106,15 @@ def test_the_environment_counts_in_place_of_the_setting(start, when):
 
 @pytest.mark.parametrize(("on", "off"), [("on", "off"), ("1", "0"), ("true", "false"), ("YES", "No"), (" On ", "OFF")])
 def test_words_for_on_and_off_are_those_of_the_running_pack(start, on, off, caplog):
-    assert start(EARLY, ACCEL_CUDA_GRAPHS=off)[0].accel_allocator is None and allocator.named() == "off"
-    assert start(EARLY, kept="{}", ACCEL_CUDA_GRAPHS=on)[0].accel_allocator == "native" and allocator.named() == "on"
+    assert start(EARLY, ACCEL_CUDA_GRAPHS=off)[0].accel_allocator is None and allocator.read_environment() == "off"
+    assert (
+        start(EARLY, kept="{}", ACCEL_CUDA_GRAPHS=on)[0].accel_allocator == "native"
+        and allocator.read_environment() == "on"
+    )
     assert caplog.text == ""
-    assert start(EARLY, ACCEL_CUDA_GRAPHS=on + "?")[0].accel_allocator == "native" and allocator.named() is None
+    assert (
+        start(EARLY, ACCEL_CUDA_GRAPHS=on + "?")[0].accel_allocator == "native" and allocator.read_environment() is None
+    )
     assert caplog.messages == ["Accel: ACCEL_CUDA_GRAPHS is neither on nor off: it counts as not set."]
 
 

@@ -56,7 +56,7 @@ def test_english_sentences_of_the_page_are_of_codes_that_there_are_with_the_same
 def test_reason_is_its_sentence_as_text_and_a_code_with_fields_as_json():
     reason = Reason("not_captured", why=Reason("weights_type", type="Odd"))
     assert str(reason) == f"{reason}" == "not captured as a CUDA graph: its weights are of the type Odd"
-    assert json.loads(json.dumps(reason.as_json())) == {
+    assert json.loads(json.dumps(reason.to_json())) == {
         "code": "not_captured",
         "fields": {
             "why": {"code": "weights_type", "fields": {"type": "Odd"}, "reason": "its weights are of the type Odd"}

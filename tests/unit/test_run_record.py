@@ -187,7 +187,7 @@ def test_blocks_that_were_only_traced_save_nothing(records):
     start(compiling={"backend": "eager", "check_gain": True})
     with cache.lease() as lease:
         find(cache, "a", lease).hits += 3
-    emit("run_calls", totals=Totals.of(lease, "eager", True))
+    emit("run_calls", totals=Totals.from_lease(lease, "eager", True))
     end()
     assert records.last().totals.by_compiling == Saving(None, Reason("compiling_traced"))
 
@@ -203,7 +203,7 @@ def test_calls_of_graphs_are_those_of_the_run_alone(records):
         find(cache, "b", lease).hits += 4
         cache.evict("b")
         find(cache, "b", lease).hits += 5
-    emit("run_calls", totals=Totals.of(lease, "inductor", True, eager_calls=2, contexts=(77,)))
+    emit("run_calls", totals=Totals.from_lease(lease, "inductor", True, eager_calls=2, contexts=(77,)))
     end()
     told = records.last().totals
     assert (told.compiled_calls, told.eager_calls, told.contexts) == (12, 2, (77,))

@@ -83,7 +83,7 @@ def test_environment_asks_for_debugging(monkeypatch, value, wanted):
     monkeypatch.delenv(report_log.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(report_log.VARIABLE, value)
-    assert report_log.from_environment() == wanted
+    assert report_log.read_environment() == wanted
 
 
 def test_script_without_log_handlers_is_debugged_on_standard_error(verbosity, monkeypatch, capsys):

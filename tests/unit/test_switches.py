@@ -69,7 +69,7 @@ def traced(ask):
     def function(x):
         return x + 1, ask()
 
-    with switches.as_constants():
+    with switches.treat_as_constants():
         return torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))[1]
 
 
@@ -87,7 +87,7 @@ def test_torchs_table_of_constants_is_as_before_afterwards():
     from torch._dynamo.variables.torch import constant_fold_functions
 
     before = dict(constant_fold_functions)
-    with switches.as_constants():
+    with switches.treat_as_constants():
         assert len(constant_fold_functions) > len(before)
     assert constant_fold_functions == before
 

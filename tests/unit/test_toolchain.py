@@ -43,13 +43,13 @@ def system(monkeypatch):
 )
 def test_missing_triton_is_said_with_the_command_for_this_python_and_this_torch(system, platform, version, package):
     system(platform, PORTABLE, version)
-    assert str(toolchain.lacking("cuda")).endswith(f'installs it: "{PORTABLE}" -m pip install -U "{package}"')
+    assert str(toolchain.find_missing("cuda")).endswith(f'installs it: "{PORTABLE}" -m pip install -U "{package}"')
 
 
 @pytest.mark.parametrize(("device", "hip"), [("cuda", "6.4"), ("xpu", None)])
 def test_triton_of_amd_and_intel_comes_with_their_torch(system, device, hip):
     system("linux", hip=hip)
-    said = str(toolchain.lacking(device))
+    said = str(toolchain.find_missing(device))
     assert "install torch again from where it came" in said and "pip" not in said
 
 
@@ -57,14 +57,14 @@ def test_portable_python_without_headers_or_libraries_is_said_before_triton_fail
     system("win32", PORTABLE)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    said = str(toolchain.lacking("cuda"))
+    said = str(toolchain.find_missing("cuda"))
     assert str(tmp_path / "include") in said and "include and libs" in said
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
-    assert str(tmp_path / "libs") in str(toolchain.lacking("cuda"))
+    assert str(tmp_path / "libs") in str(toolchain.find_missing("cuda"))
     (tmp_path / "libs").mkdir()
     (tmp_path / "libs" / "python{}{}.lib".format(*sys.version_info)).touch()
-    assert toolchain.lacking("cuda") is None
+    assert toolchain.find_missing("cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_portable_python_without_headers_or_libraries_is_said_before_triton_fail
 )
 def test_missing_cpp_compiler_is_said_with_the_command_of_its_system(system, monkeypatch, platform, name, command):
     system(platform)
-    said = str(toolchain.lacking("cpu"))
+    said = str(toolchain.find_missing("cpu"))
     assert f"there is no {name}; this installs one: " in said and command in said.partition("one: ")[2]
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: name if name == "dnf" else None)
-    assert platform != "linux" or str(toolchain.lacking("cpu")).endswith(": dnf install gcc-c++")
+    assert platform != "linux" or str(toolchain.find_missing("cpu")).endswith(": dnf install gcc-c++")
 
 
 def test_compiler_in_a_folder_with_spaces_is_found(monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_compiler_in_a_folder_with_spaces_is_found(monkeypatch, tmp_path):
     compiler.parent.mkdir()
     compiler.touch(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert toolchain.cpp_compiler() == os.fspath(compiler) and toolchain.lacking("cpu") is None
+    assert toolchain.cpp_compiler() == os.fspath(compiler) and toolchain.find_missing("cpu") is None
 
 
 def test_tool_that_all_blocks_miss_is_one_line_in_the_log(caplog):

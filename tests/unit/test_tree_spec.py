@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from comfy_accel.accel.signature.tensors import dense, share_memory
-from comfy_accel.accel.signature.tree_spec import STAND_INS, UnsupportedArgument, flatten, rebuild, without_values
+from comfy_accel.accel.signature.tree_spec import STAND_INS, UnsupportedArgument, flatten, rebuild, remove_values
 
 
 def test_rebuild_is_the_inverse_of_flatten():
@@ -33,10 +33,10 @@ def test_whole_numbers_from_two_on_are_sizes_and_not_part_of_the_spec():
 def test_spec_without_values_is_equal_for_other_numbers_and_texts_of_the_same_sort():
     one, two = (flatten(([value, text], {"x": 1}), []) for value, text in ((0.5, "a"), (2.0, "b")))
     assert one != two
-    (call, values), (same, others) = without_values(one), without_values(two)
+    (call, values), (same, others) = remove_values(one), remove_values(two)
     assert call == same and (values, others) == (("0.5", "'a'"), ("2.0", "'b'"))
-    assert without_values(flatten(([None, "a"], {"x": 1}), []))[0] != call
-    assert without_values(flatten((["0.5", "a"], {"x": 1}), []))[0] != call
+    assert remove_values(flatten(([None, "a"], {"x": 1}), []))[0] != call
+    assert remove_values(flatten((["0.5", "a"], {"x": 1}), []))[0] != call
 
 
 @dataclass

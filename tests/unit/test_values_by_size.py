@@ -9,7 +9,7 @@ from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun, NotReady
 from comfy_accel.accel.dispatch.resolver import GraphResolver
 from comfy_accel.accel.fingerprint.survey import survey
-from comfy_accel.accel.report.account import by_compiling
+from comfy_accel.accel.report.account import compute_compile_saving
 from kit.blocks import Block, eagerly, model_of, reasons, runner, runners
 
 FIRST = (1, 64, 77)
@@ -116,7 +116,7 @@ def test_comparing_values_alone_says_nothing_of_the_gain():
     timed = calls.benchmark
     assert lease.calls == 2 * len(sizes) and 0 < count < len(sizes)
     assert len(timed._eager) in (benchmark.CLEAR_ROUNDS, benchmark.ROUNDS)
-    assert by_compiling(lease.calls, lease.measured).seconds == pytest.approx(timed.gain * count * 96 / 80)
+    assert compute_compile_saving(lease.calls, lease.measured).seconds == pytest.approx(timed.gain * count * 96 / 80)
 
 
 def test_block_that_does_not_fit_into_memory_beside_its_graph_is_left_to_it(caplog):

@@ -33,7 +33,7 @@ def slower(monkeypatch):
     def of(self, inputs, captured=False, one_way=False):
         return judged if not sizes or sum(tensor.numel() for tensor in inputs) in sizes else fast
 
-    monkeypatch.setattr(Benchmarks, "of", of)
+    monkeypatch.setattr(Benchmarks, "get_or_create", of)
     return sizes
 
 
@@ -48,7 +48,7 @@ def entered(run):
     x = torch.randn(4, 8)
     sys.setprofile(hook)
     try:
-        with run.calls.in_place((x,)):
+        with run.calls.put_in_place((x,)):
             run.net(x)
     finally:
         sys.setprofile(None)
@@ -169,7 +169,7 @@ def test_what_other_code_was_found_to_do_is_not_kept_for_the_first(slower, monke
         assert Run(net, cache)() == 3
     fast = Benchmark()
     fast.done = True
-    monkeypatch.setattr(Benchmarks, "of", lambda *how: fast)
+    monkeypatch.setattr(Benchmarks, "get_or_create", lambda *how: fast)
     later = Run(net, cache)
     assert [later() for _ in range(4)] == [3] * 4 and later.calls.end() == 0
 
@@ -179,5 +179,5 @@ def test_calls_that_were_looked_at_anew_are_made_by_what_was_found_then(slower):
     for _ in range(2):
         run()
         (known,) = run.calls._met
-        assert run.calls._without(known, False).left is known.left
+        assert run.calls._make_stand_ins(known, False).left is known.left
         known.left = None

@@ -8,7 +8,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
-from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substitute
 from comfy_accel.accel.modules.wrapped_forward import WrappedForward
 from kit.blocks import Block, layers_of, model_of, of_a_pack, reasons
 
@@ -70,7 +70,7 @@ def compiled(model, cache, before_each=(lambda: None,)):
         outs = []
         for change in before_each:
             change()
-            with substituted(layers, Order.COMPILED):
+            with substitute(layers, Order.COMPILED):
                 outs.append(model(X))
     return outs, sum(layer.eager_calls for layer in layers.values() if isinstance(layer, BlockRunner))
 
@@ -144,4 +144,4 @@ def test_what_wraps_or_wraps_no_more_during_a_run_is_what_runs(model, monkeypatc
 def test_forward_that_does_not_lead_to_the_class_s_own_in_one_way_is_no_wrapper(model, monkeypatch):
     for forward in (OWN, of_a_pack(lambda self, x: x), twice(OWN), torch.no_grad()(OWN)):
         monkeypatch.setattr(Own, "forward", forward)
-        assert WrappedForward.of(model.blocks[0]) is None
+        assert WrappedForward.find(model.blocks[0]) is None

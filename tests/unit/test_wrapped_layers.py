@@ -7,7 +7,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun
-from comfy_accel.accel.dispatch.lora import with_added
+from comfy_accel.accel.dispatch.lora import add_updates
 from comfy_accel.accel.fingerprint.kinds import template_of
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.wrapped_layers import LowRank
@@ -177,7 +177,7 @@ def test_what_is_added_keeps_type_and_layout_of_the_weight(kind, layout):
     wrapper = Adapter(layer)  # of float32, whatever the layer is
     x = torch.randn(1, 4, 5, 5)
     added = [(0, 1, Adapters().reader(wrapper, layer)())]
-    weight, bias = with_added([layer.weight, layer.bias], added)
+    weight, bias = add_updates([layer.weight, layer.bias], added)
     assert (weight.dtype, weight.stride(), bias.dtype) == (kind, layer.weight.stride(), kind)
     expected = wrapper.float()(x)
     torch.testing.assert_close(

@@ -61,7 +61,7 @@ class Override(RunsOthersCode, enum.Enum):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the override of this thread's call, where a block runs uncompiled with simplified options."""
-        options: Any = begun()
+        options: Any = get_call_options()
         return options[OVERRIDE](*args, **{**kwargs, "transformer_options": options})
 
 
@@ -70,7 +70,7 @@ def begin(options: dict[str, Any] | None) -> None:
     _call.options = options
 
 
-def begun() -> dict[str, Any] | None:
+def get_call_options() -> dict[str, Any] | None:
     """The options of the last such call."""
     return getattr(_call, "options", None)
 
@@ -91,14 +91,14 @@ class Passed(_Named):
     """In place of a function of core's that a block is given to call, as text encoders' attention is."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return _by_operator(f"{_CORE}:{self.name}", q, k, v, args, kwargs)
+        return _call_operator(f"{_CORE}:{self.name}", q, k, v, args, kwargs)
 
 
 _passed = functools.lru_cache(Passed)
 """One for each name: they are compared by identity."""
 
 
-def _named(function: types.FunctionType) -> Passed | None:
+def _find_passed_function(function: types.FunctionType) -> Passed | None:
     """For a function that core's module has under its name; None for another."""
     if vars(sys.modules[_CORE]).get(function.__name__) is not function:
         return None
@@ -106,7 +106,7 @@ def _named(function: types.FunctionType) -> Passed | None:
     return _passed(function.__name__)
 
 
-STAND_INS[_CORE] = _named
+STAND_INS[_CORE] = _find_passed_function
 
 
 def is_opaque(module: str | None, name: str) -> bool:
@@ -144,11 +144,11 @@ def replacement(name: str, options: dict[str, Any]) -> dict[tuple, Replacement]:
 
     Raises RunEagerly, as `require_known`.
     """
-    require_known(_replacing(name, options))
+    require_known(_find_replacement(name, options))
     return _REPLACEMENTS[name]
 
 
-def _replacing(name: str, options: dict[str, Any]) -> Callable:
+def _find_replacement(name: str, options: dict[str, Any]) -> Callable:
     """The function for the block, as core finds it."""
     functions, block = options["patches_replace"][name], options["block"]
     of_part = (block[0], block[1], options.get("block_index", 0))
@@ -184,7 +184,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Callable]]:
     The function has the operator where it is traced or called without values; elsewhere it calls what was there.
     """
     define_operator()
-    is_overridden = (begun() or {}).get(OVERRIDE) is not None
+    is_overridden = (get_call_options() or {}).get(OVERRIDE) is not None
     for module, name, function in _places():
         is_traced = _is_traced(function)
         if is_overridden or not is_traced:
@@ -219,13 +219,13 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
             return preferred(q, k, v, *args, _inside_attn_wrapper=True, **given)
         if hasattr(q, "peek"):  # core's containers of tensors that may be freed early
             q, k, v = q.take(), k.take(), v.take()
-        return _by_operator(place, q, k, v, args, kwargs)
+        return _call_operator(place, q, k, v, args, kwargs)
 
     attention.stands_for = function  # type: ignore[attr-defined]  # of functions of core alone
     return attention
 
 
-def _by_operator(place: str, q: Any, k: Any, v: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+def _call_operator(place: str, q: Any, k: Any, v: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     """Call the function at the place by the operator, in code that is traced. args: those after the tensors."""
     named = {name: item for name, item in kwargs.items() if name != "preferred_attention"}
     if named.get("transformer_options", named) is None:
@@ -258,14 +258,14 @@ def _has_no_values(tensor: Any) -> bool:
 def _attention(place: str) -> Callee:
     """The function at a place, MODULE:NAME, which calls the override of this thread's call itself."""
     module, _, name = place.partition(":")
-    function, override = getattr(sys.modules[module], name), (begun() or {}).get(OVERRIDE)
+    function, override = getattr(sys.modules[module], name), (get_call_options() or {}).get(OVERRIDE)
     return Callee(function, not _is_cores(override or function), functools.partial(_odd_result, override))
 
 
-def _replaced_attention(name: str) -> Callee:
+def _find_replaced_attention(name: str) -> Callee:
     """The function that is in the place of the attention of this thread's block."""
-    options: Any = begun()
-    function = _replacing(name, options)
+    options: Any = get_call_options()
+    function = _find_replacement(name, options)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: dict[str, Any]) -> Any:
         given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")}
@@ -274,12 +274,12 @@ def _replaced_attention(name: str) -> Callee:
     return Callee(call, not _is_cores(function), functools.partial(_odd_result, function))
 
 
-FINDERS.update({"attention": _attention, "replaced attention": _replaced_attention})
+FINDERS.update({"attention": _attention, "replaced attention": _find_replaced_attention})
 
 
 def _options_of_call(of_block: dict[str, Any]) -> dict[str, Any]:
     """The options of this thread's call, as a block has them that was given these."""
-    options, own = begun() or {}, dict(of_block)
+    options, own = get_call_options() or {}, dict(of_block)
     if not own.pop(OVERRIDE, False) and options.get(OVERRIDE) is not None:  # the block was given no options
         options = {name: item for name, item in options.items() if name != OVERRIDE}
     is_unchanged = all(name in options and options[name] == item for name, item in own.items())

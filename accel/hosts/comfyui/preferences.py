@@ -28,7 +28,7 @@ _current: Settings | None = None
 _for_captures = 0
 
 
-def running_home() -> Path:
+def find_running_home() -> Path:
     """Where this ComfyUI keeps what outlives it, settings and graphs; it may not exist yet."""
     import folder_paths
 
@@ -53,7 +53,7 @@ def current() -> Settings:
     with _lock:
         if _current is None:
             try:
-                _current = settings.read(running_home())
+                _current = settings.read(find_running_home())
             except OSError as error:
                 log.warning("Could not read the settings of the graph cache: %s", error)
                 _current = Settings()
@@ -83,7 +83,7 @@ def change(requested: dict[str, Any]) -> None:
         _set_budget(now)
         report_log.set_verbosity(_verbosity(now))
         try:
-            settings.write(running_home(), now)
+            settings.write(find_running_home(), now)
         except OSError:
             _current = replace(now, cuda_graphs=before.cuda_graphs)  # which counts from the next start on, if kept
             raise
@@ -93,7 +93,7 @@ def state() -> dict[str, Any]:
     """All of `NAMES`, as JSON. store_mb: None where nothing is saved on disk, or the setting cannot be read."""
     is_saved = shared.store is not None or not location.is_off()
     try:
-        store_mb = location.max_bytes(running_home()) >> 20 if is_saved else None
+        store_mb = location.max_bytes(find_running_home()) >> 20 if is_saved else None
     except OSError:
         store_mb = None
     return {**asdict(current()), "store_mb": store_mb}
@@ -105,4 +105,4 @@ def _set_budget(chosen: Settings) -> None:
 
 
 def _verbosity(chosen: Settings) -> str:
-    return report_log.from_environment() or chosen.verbosity
+    return report_log.read_environment() or chosen.verbosity

@@ -21,13 +21,13 @@ import torch
 from ...core.reasons import Reason, RunEagerly
 
 
-def unrecorded_context() -> Callable[[], AbstractContextManager] | None:
+def make_unrecorded_context() -> Callable[[], AbstractContextManager] | None:
     """A factory of contexts in which core does not record this thread's memory; None for a core that never does.
 
     The contexts do not nest. Making one raises `RunEagerly` while core captures a CUDA graph around the call.
     """
     prefetch = sys.modules.get("comfy.model_prefetch")
-    return _unrecorded if hasattr(prefetch, "pause_malloc_graph") or _recordings(prefetch) is not None else None
+    return _stop_recording if hasattr(prefetch, "pause_malloc_graph") or _recordings(prefetch) is not None else None
 
 
 def records_memory() -> bool:
@@ -41,7 +41,7 @@ def _recordings(prefetch: Any) -> dict[int, Any] | None:
     return getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", None) if found is None else found
 
 
-def _unrecorded() -> AbstractContextManager:
+def _stop_recording() -> AbstractContextManager:
     prefetch = sys.modules["comfy.model_prefetch"]
     recordings = _recordings(prefetch)
     recording = None if recordings is None else recordings.get(threading.get_ident())
@@ -52,7 +52,7 @@ def _unrecorded() -> AbstractContextManager:
     if _is_paused_by_core():  # pauses do not nest: the end of ours would be the end of core's
         return _Paused(_NOTHING)
     pause = getattr(prefetch, "pause_malloc_graph", None)
-    return _Paused(_paused(recording) if pause is None else pause())
+    return _Paused(_pause(recording) if pause is None else pause())
 
 
 _NOTHING = nullcontext()
@@ -99,7 +99,7 @@ class _Paused:
 
 
 @contextmanager
-def _paused(recording: Any) -> Iterator[None]:
+def _pause(recording: Any) -> Iterator[None]:
     """Core's `pause_malloc_graph`, for cores that do not have it yet."""
     recording.pause()
     try:

@@ -30,7 +30,7 @@ def find_upstream_node(class_type: str | None, through: str, **input_values: Any
     prompt = _find_prompt()
     if prompt is None or class_type is None:
         return None
-    for node_id in walk_upstream(prompt, _executing().node_id, through):
+    for node_id in walk_upstream(prompt, _get_executing_context().node_id, through):
         if _matches(prompt.get_node(node_id), class_type, input_values):
             return prompt.get_display_node_id(node_id)
     return None
@@ -65,23 +65,23 @@ def is_missing_input(name: str, used_output: int) -> bool:
     prompt = _find_prompt()
     if prompt is None:
         return False
-    node_id = _executing().node_id
+    node_id = _get_executing_context().node_id
     readers = (prompt.get_node(other)["inputs"].values() for other in prompt.all_node_ids())
     return name not in prompt.get_node(node_id)["inputs"] and any([node_id, used_output] in links for links in readers)
 
 
-def running_prompt() -> str | None:
+def get_prompt_id() -> str | None:
     """The id of the prompt that this thread runs a node of; None outside of a prompt."""
-    return getattr(_executing(), "prompt_id", None)
+    return getattr(_get_executing_context(), "prompt_id", None)
 
 
 def steps_shown() -> int | None:
     """How far the bar of the running node is, of a sampler its steps; None outside of a prompt, or without a bar."""
-    bar = getattr(_progress_registry(), "nodes", {}).get(getattr(_executing(), "node_id", None))
+    bar = getattr(_progress_registry(), "nodes", {}).get(getattr(_get_executing_context(), "node_id", None))
     return None if bar is None else int(bar["value"])
 
 
-def _executing() -> Any:
+def _get_executing_context() -> Any:
     """What core says of the node that this thread runs; None outside of a prompt."""
     return getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", lambda: None)()
 
@@ -93,7 +93,7 @@ def _progress_registry() -> Any:
 
 def _find_prompt() -> Any:
     """The prompt that this thread runs a node of, with its nodes; None outside of a prompt."""
-    running, prompt = _executing(), getattr(_progress_registry(), "dynprompt", None)
+    running, prompt = _get_executing_context(), getattr(_progress_registry(), "dynprompt", None)
     return prompt if None not in (running, prompt) and prompt.has_node(running.node_id) else None
 
 
@@ -107,7 +107,7 @@ class CompileProgress:
         self._beside = making.progress()
 
     @contextmanager
-    def during_call(self, kinds: int, node_id: str | None) -> Iterator[None]:
+    def report_call(self, kinds: int, node_id: str | None) -> Iterator[None]:
         """Report what this thread compiles during one call of a model with this many kinds of blocks.
 
         node_id: of the node with the bar; None (a node outside of a graph, a library call) shows it nowhere.

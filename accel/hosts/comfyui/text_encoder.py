@@ -16,13 +16,13 @@ from ...core.events import log
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...modules.blocks import is_compiled
-from ...modules.substitution import Order, substituted
+from ...modules.substitution import Order, substitute
 from ...store.graph_store import attach
 from .models.accelerate import NetworkRun
 from .models.streamed import clone_for_compiling
-from .preferences import running_home
+from .preferences import find_running_home
 from .running_prompt import find_upstream_node
-from .views import Around, as_view
+from .views import Around, make_view
 
 
 def accelerate_clip(
@@ -37,12 +37,12 @@ def accelerate_clip(
     if not is_clip or not isinstance(getattr(clip, "cond_stage_model", None), torch.nn.Module):
         log.warning("%s runs uncompiled: it is not a CLIP like core's", type(clip).__name__)
         return clip
-    attach(cache, running_home)
+    attach(cache, find_running_home)
     view = clip.clone()
     patcher = clone_for_compiling(view.patcher, cache)
     if patcher.model is not view.patcher.model:  # loaded once more, for its weights to stay in place
         view.patcher, view.cond_stage_model = patcher, patcher.model
-    return as_view(view, ("encode",), _compile_encoders(settings, cache, made_by))
+    return make_view(view, ("encode",), _compile_encoders(settings, cache, made_by))
 
 
 def _compile_encoders(settings: CompileSettings, cache: GraphCache, made_by: str | None) -> Around:
@@ -69,6 +69,6 @@ def _compile_encoders(settings: CompileSettings, cache: GraphCache, made_by: str
         models = [model for model in models if isinstance(model, torch.nn.Module)]
         if not models:
             fallbacks.note(type(clip.cond_stage_model).__name__, Reason("no_blocks"))
-        return substituted({model: functools.partial(encode, model) for model in models}, Order.CACHED)
+        return substitute({model: functools.partial(encode, model) for model in models}, Order.CACHED)
 
     return around

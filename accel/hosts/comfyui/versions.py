@@ -84,7 +84,7 @@ def takes_streamed_weights() -> bool:
     return all(hasattr(sys.modules.get(module), name) for module, names in beside.items() for name in names.split())
 
 
-def stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
+def find_stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
     """The form in which core loads these streamed weights: each has `shape` and `dtype`; None for None.
 
     A quantised weight is its own form. Only for cores of `takes_streamed_weights`.

@@ -21,18 +21,18 @@ _VAE_CALLS = ("decode", "encode")
 """Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""
 
 
-def uncompiled_vae(vae: Any) -> Any:
+def make_uncompiled_vae(vae: Any) -> Any:
     """A VAE with the same weights that runs uncompiled, whatever else compiles it; the given VAE is unchanged."""
-    return as_view(copy.copy(vae), _VAE_CALLS, _uncompiled)
+    return make_view(copy.copy(vae), _VAE_CALLS, _disable_compilation)
 
 
-def _uncompiled(view: Any) -> AbstractContextManager:
+def _disable_compilation(view: Any) -> AbstractContextManager:
     """A context in which functions wrapped in torch.compile run eagerly (torch 2.6 and later)."""
     set_stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
-def as_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
+def make_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
     """The object, a copy of another, as a view: calls of its methods whose names begin so are made in the contexts.
 
     It stays an instance of its class. A view of a view replaces it; a view's clones are views.
@@ -47,7 +47,7 @@ def as_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
 def _view_class(base: type, prefixes: tuple[str, ...]) -> type:
     """A subclass of the class. Nested calls of one view (a VAE falls back to tiles by itself) stay under the outer."""
 
-    def inside(method: Callable) -> Callable:
+    def enter_contexts(method: Callable) -> Callable:
         # The caller may be compiled; this must not become part of its graph.
         @torch.compiler.disable
         @functools.wraps(method)
@@ -64,10 +64,10 @@ def _view_class(base: type, prefixes: tuple[str, ...]) -> type:
         return call
 
     def clone(self, *args, **kwargs):
-        return as_view(base.clone(self, *args, **kwargs), prefixes, self._accel)
+        return make_view(base.clone(self, *args, **kwargs), prefixes, self._accel)
 
     names = [name for name in dir(base) if name.startswith(prefixes) and callable(getattr(base, name))]
-    calls = {name: inside(getattr(base, name)) for name in names}
+    calls = {name: enter_contexts(getattr(base, name)) for name in names}
     if hasattr(base, "clone"):
         calls["clone"] = functools.wraps(base.clone)(clone)
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

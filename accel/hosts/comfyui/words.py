@@ -61,7 +61,7 @@ def advice(why: Reason | str | None, sampler: str | None = None) -> str | None:
     return _ADVICE.get(code)
 
 
-def advised(fact: Fact, sampler: str | None = None) -> str:
+def add_advice(fact: Fact, sampler: str | None = None) -> str:
     """The fact's sentence, with advice at the end of its first line. sampler: as for `advice`."""
     first, *details = fact.sentence.split("\n")
     return "\n".join([f"{first} {advice(fact.why, sampler) or ''}".rstrip(), *details])

@@ -14,8 +14,8 @@ from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...fingerprint.survey import KeptSurveys
 from ...modules.blocks import is_compiled_itself
-from ...modules.substitution import Order, substituted
-from .components import asks_for_attentions, load, without_idle_hooks
+from ...modules.substitution import Order, substitute
+from .components import asks_for_attentions, disable_idle_hooks, load
 from .runs import new_run, open_run
 
 _SLOT = "_compiled_call_impl"
@@ -45,13 +45,13 @@ class ComponentCall:
         model = self._model()
         load(model)
         args = tuple(map(_contiguous, args))
-        kwargs = {name: _contiguous(value) for name, value in _for_each_image(kwargs).items()}
+        kwargs = {name: _contiguous(value) for name, value in _split_prompts(kwargs).items()}
         if asks_for_attentions(model, kwargs):  # of parts of its blocks, which a compiled block does not hand out
             fallbacks.note(type(model).__name__, Reason("attentions_asked"))
             return model._call_impl(*args, **kwargs)
         run = open_run()
-        with nullcontext(run) if run is not None else new_run() as run, without_idle_hooks(model):
-            with substituted(run.layers(model, self._settings, self._surveys), Order.COMPILED, this_thread_only=True):
+        with nullcontext(run) if run is not None else new_run() as run, disable_idle_hooks(model):
+            with substitute(run.layers(model, self._settings, self._surveys), Order.COMPILED, this_thread_only=True):
                 return model._call_impl(*args, **kwargs)
 
 
@@ -83,7 +83,7 @@ def place_again(calls: Mapping[torch.nn.Module, ComponentCall]) -> None:
             model.__dict__[_SLOT] = call
 
 
-def _for_each_image(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _split_prompts(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The named arguments of a transformer with its prompt in a row for each image.
 
     Flux's pipeline does not repeat features that it is given for several images of one prompt. The first block, which

@@ -37,7 +37,7 @@ def components(pipe: Any) -> dict[str, torch.nn.Module]:
     return {name: module for part, model in models.items() for name, module in _parts(part, model)}
 
 
-def chosen(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
+def choose_models(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
     """The models except those named in `ignores`; "vae" covers everything that begins with "vae.".
 
     Raises ValueError: a name that the pipeline does not have, with those that it has.
@@ -64,7 +64,7 @@ def load(model: torch.nn.Module) -> None:
         hook.pre_forward(model)
 
 
-def moved_in_parts(model: torch.nn.Module) -> Reason | None:
+def find_part_hooks(model: torch.nn.Module) -> Reason | None:
     """Why the model runs eagerly because its parts are moved to the device one by one; None if they are not."""
     for path, part in model.named_modules():
         hook = part.__dict__.get(_ACCELERATE_HOOK)
@@ -82,7 +82,7 @@ def asks_for_attentions(model: torch.nn.Module, given: Mapping[str, Any]) -> boo
 
 
 @contextmanager
-def without_idle_hooks(model: torch.nn.Module) -> Iterator[None]:
+def disable_idle_hooks(model: torch.nn.Module) -> Iterator[None]:
     """Turn off hooks that collect attention weights, during a call that does not return them."""
     taken = []
     for part in model.modules():
@@ -109,9 +109,9 @@ def _is_idle(hook: Any) -> bool:
     return "key" in values and "attentions" in str(values["key"].cell_contents)
 
 
-def without_weights(model: torch.nn.Module) -> str | None:
+def find_missing_weight(model: torch.nn.Module) -> str | None:
     """The name of a weight that has no values and no hook to load them; None if there is none."""
-    if moved_in_parts(model) is not None:
+    if find_part_hooks(model) is not None:
         return None
     return next((name for name, weight in model.named_parameters() if weight.is_meta), None)
 

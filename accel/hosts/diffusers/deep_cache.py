@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from ...core.events import emit, log
-from ...modules.blocks import uncompiled
-from ...modules.substitution import Order, substituted
-from ...report.facts import skipping_fact
+from ...modules.blocks import unwrap_compiled
+from ...modules.substitution import Order, substitute
+from ...report.facts import make_skip_fact
 from ...report.run import Skipping
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.run import DeepCacheRun
-from .predictions import around_steps, denoised_of, facts_of, noisy, output_of
-from .replaced_method import around_loops
+from .predictions import compute_denoised, facts_of, noisy, output_of, wrap_steps
+from .replaced_method import wrap_loops
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -57,7 +57,7 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
             running: dict[int, ExitStack] = {}
             # Images that were broken off, whose frames an exception may keep alive.
             undo.callback(lambda: list(map(ExitStack.close, list(running.values()))))
-            undo.enter_context(around_loops(pipe, partial(_image, weakref.ref(pipe), settings, running)))
+            undo.enter_context(wrap_loops(pipe, partial(_image, weakref.ref(pipe), settings, running)))
         del pipe  # the context must not keep its memory
         yield
 
@@ -65,7 +65,7 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
 def models_of(pipe: Any) -> list[torch.nn.Module]:
     """The pipeline's models that are called at every step."""
     models = [getattr(pipe, name, None) for name in DENOISERS]
-    return [uncompiled(model) for model in models if model is not None]
+    return [unwrap_compiled(model) for model in models if model is not None]
 
 
 @contextmanager
@@ -85,9 +85,9 @@ def _image(pipe: weakref.ref[Any], settings: DeepCacheSettings, running: dict[in
         undo.callback(image.end)
         for model in models_of(pipe()):
             call = partial(image.call, model)
-            undo.enter_context(substituted({model: call}, Order.CACHED, this_thread_only=True))
+            undo.enter_context(substitute({model: call}, Order.CACHED, this_thread_only=True))
         if callable(getattr(scheduler, "step", None)):
-            undo.enter_context(around_steps(scheduler, image.before_step, image.after_step))
+            undo.enter_context(wrap_steps(scheduler, image.begin_step, image.end_step))
         yield
 
 
@@ -144,7 +144,7 @@ class _Image:
             self._run.run_in_full(f"{type(model).__name__} predicts several things at once")
         return out
 
-    def before_step(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+    def begin_step(self, given: Mapping[str, Any]) -> torch.Tensor | None:
         """Before the scheduler's step, with its arguments. Returns what it is to be given in place of the model's
         output, if anything."""
         run, calls, self._calls = self._run, self._calls, 0
@@ -179,13 +179,13 @@ class _Image:
             run.count(is_skipped=True)
             return None
         if corrected is None:
-            prediction = denoised_of(scheduler, output, latent, angle)
+            prediction = compute_denoised(scheduler, output, latent, angle)
             corrected = run.end(latent, prediction)
             if corrected is prediction:
                 return None
         return output_of(scheduler, corrected, latent, angle).to(output.dtype)
 
-    def after_step(self, result: Any) -> None:
+    def end_step(self, result: Any) -> None:
         """After the scheduler's step, with what it returned."""
         latent = result[0] if isinstance(result, tuple) and result else getattr(result, "prev_sample", None)
         self._made = weakref.ref(latent) if isinstance(latent, torch.Tensor) else lambda: None
@@ -235,9 +235,9 @@ class _Image:
     def _end_run(self) -> None:
         if self._run is not None:
             self._run.close()
-            skipping = Skipping.of(self._run)
+            skipping = Skipping.from_lease(self._run)
             if not skipping.skipped_steps and self._run.why_full is None:
-                log.info("%s", skipping_fact(skipping).sentence)
+                log.info("%s", make_skip_fact(skipping).sentence)
             emit("deep_cache_run", skipping=skipping, began=self._run.began)
         self._run, self._evaluation, self._made = None, (-1,), None
         self._calls, self._returned = 0, []

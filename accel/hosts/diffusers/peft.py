@@ -71,7 +71,7 @@ class _Reader:
     def __init__(self, wrapper: torch.nn.Module, base: torch.nn.Module):
         self._wrapper = wrapper
         self._base = base
-        self._refusal = _unlike(wrapper, base)
+        self._refusal = _find_difference(wrapper, base)
         self._checked: dict[str, tuple[torch.nn.Module, torch.nn.Module, Reason | None]] = {}
         if self._refusal is None:
             parts = wrapper._modules
@@ -102,7 +102,7 @@ class _Reader:
         wrapper = self._wrapper
         checked = self._checked.get(name)
         if checked is None or checked[0] is not down or checked[1] is not up:
-            checked = self._checked[name] = (down, up, _not_plain(wrapper, self._base, name, down, up))
+            checked = self._checked[name] = (down, up, _check_adapter(wrapper, self._base, name, down, up))
         dropout = self._dropouts[name]
         reason = checked[2]
         if reason is None and (_is_hooked(down) or _is_hooked(up)):
@@ -116,7 +116,7 @@ class _Reader:
         return LowRank(weights["weight"], down._parameters["weight"], wrapper.scaling[name], weights["bias"])
 
 
-def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
+def _find_difference(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
     """Why the wrapper does more than add a product to the weight of a plain layer; None if it does not."""
     cls = type(wrapper)
     lora = sys.modules.get("peft.tuners.lora.layer")
@@ -130,7 +130,7 @@ def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
     return None
 
 
-def _not_plain(
+def _check_adapter(
     wrapper: torch.nn.Module, base: torch.nn.Module, name: str, down: torch.nn.Module, up: torch.nn.Module
 ) -> Reason | None:
     """Why the adapter adds something else than the product of its two matrices; None if it does not."""

@@ -21,9 +21,9 @@ from ...step_cache.config import DeepCacheSettings
 from ...store.graph_store import attach
 from ...store.location import personal_home
 from . import component_call
-from .components import chosen, components, without_weights
+from .components import choose_models, components, find_missing_weight
 from .deep_cache import deep_cache as deep_cache_of
-from .replaced_method import around_loops
+from .replaced_method import wrap_loops
 from .runs import new_run
 
 SHAPES = ANY, EXACT = ("any", "exact")
@@ -68,8 +68,8 @@ def accelerate_pipeline(
     if deep_cache is not None and not isinstance(deep_cache, DeepCacheSettings):
         raise TypeError(f"deep_cache is a {type(deep_cache).__name__}; it must be DeepCacheSettings(...) or None.")
     ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
-    for name, model in chosen(pipe, ignores).items():
-        if (weight := without_weights(model)) is not None:
+    for name, model in choose_models(pipe, ignores).items():
+        if (weight := find_missing_weight(model)) is not None:
             raise ValueError(
                 f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
             )
@@ -188,7 +188,7 @@ class _Acceleration:
         with ExitStack() as undo:
             if self.deep_cache is not None:
                 undo.enter_context(deep_cache_of(pipe, self.deep_cache))
-            undo.enter_context(around_loops(pipe, self._loop))
+            undo.enter_context(wrap_loops(pipe, self._loop))
             self._place_models()
             vars(pipe)[_NAME] = self
             self.undo = undo.pop_all()
@@ -212,7 +212,7 @@ class _Acceleration:
 
     def _place_models(self) -> None:
         """Accelerate the pipeline's models, and no longer those that others have replaced."""
-        now = chosen(self.pipe(), self.ignores)
+        now = choose_models(self.pipe(), self.ignores)
         for name, reference in list(self.models.items()):
             if now.get(name) is not reference():
                 self._take_away(name)

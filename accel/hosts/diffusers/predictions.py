@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ...step_cache.noise_levels import angle as angle_of
-from ...step_cache.sampler_facts import Noise, Predict, SamplerFacts, measured
-from .replaced_method import replaced_method
+from ...step_cache.sampler_facts import Noise, Predict, SamplerFacts, measure
+from .replaced_method import replace_method
 from .schedule import PipelineSchedule, is_flow
 
 
@@ -29,7 +29,7 @@ def noisy(scheduler: Any, timestep: Any, sample: torch.Tensor, angle: float) -> 
     return scheduler.scale_model_input(sample, timestep).float() / math.cos(angle)
 
 
-def denoised_of(scheduler: Any, output: torch.Tensor, latent: torch.Tensor, angle: float) -> torch.Tensor:
+def compute_denoised(scheduler: Any, output: torch.Tensor, latent: torch.Tensor, angle: float) -> torch.Tensor:
     """The denoised latent in float32 that the model's `output` for this noisy one stands for."""
     of_latent, of_output = shares(scheduler, angle)
     return of_latent * latent + of_output * output.float()
@@ -72,7 +72,7 @@ def facts_of(schedule: PipelineSchedule, place: int) -> SamplerFacts:
     level_of = {float(time): level for time, level in schedule.levels.items()}
 
     def sample(predict: Predict, noise: Noise, latent: torch.Tensor) -> torch.Tensor:
-        scheduler = _on_cpu(original)  # with noise of its own, which is seen to be that
+        scheduler = _copy_to_cpu(original)  # with noise of its own, which is seen to be that
         for timestep in timesteps:
             level = level_of[float(timestep)]
             angle = angle_of(level, schedule.is_flow)
@@ -81,14 +81,14 @@ def facts_of(schedule: PipelineSchedule, place: int) -> SamplerFacts:
             latent = scheduler.step(output, timestep, latent, return_dict=False)[0]
         return latent
 
-    facts = measured(levels, schedule.is_flow, sample)
+    facts = measure(levels, schedule.is_flow, sample)
     # Configs made from another scheduler's have fields that the class ignores.
     own, config = inspect.signature(type(original).__init__).parameters, getattr(original, "config", None)
     is_clipped = any(getattr(config, name, False) for name in ("clip_sample", "thresholding") if name in own)
     return replace(facts, response=None) if is_clipped else facts
 
 
-def _on_cpu(scheduler: Any) -> Any:
+def _copy_to_cpu(scheduler: Any) -> Any:
     """A copy, without what contexts have made of its step."""
     shallow = copy.copy(scheduler)
     vars(shallow).pop("step", None)
@@ -97,7 +97,7 @@ def _on_cpu(scheduler: Any) -> Any:
     return copy.deepcopy(shallow)
 
 
-def around_steps(
+def wrap_steps(
     scheduler: Any, begin: Callable[[dict[str, Any]], torch.Tensor | None], end: Callable[[Any], None]
 ) -> AbstractContextManager[None]:
     """Within what it returns, `begin` gets the arguments of each `scheduler.step` before that runs, and returns what it
@@ -113,4 +113,4 @@ def around_steps(
         end(result)
         return result
 
-    return replaced_method(scheduler, "step", step)
+    return replace_method(scheduler, "step", step)

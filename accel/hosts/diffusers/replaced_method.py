@@ -15,7 +15,7 @@ from ...modules.substitution import rebound
 
 
 @contextmanager
-def replaced_method(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+def replace_method(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     """Within the context, `owner.name(...)` is `call(own, ...)`, where `own` is the method as it was.
 
     Copies of the owner, pickled or not, have their own method. Keeps no reference to the owner.
@@ -70,14 +70,14 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def around_loops(pipe: Any, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+def wrap_loops(pipe: Any, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Within what it returns, each denoising loop of the pipeline runs in a context made by `context`.
 
     Does nothing for a pipeline without a progress bar. Keeps no reference to the pipeline.
     """
     if not callable(getattr(pipe, "progress_bar", None)):
         return nullcontext()
-    return replaced_method(pipe, "progress_bar", lambda own, *args, **kwargs: _Loop(own(*args, **kwargs), context))
+    return replace_method(pipe, "progress_bar", lambda own, *args, **kwargs: _Loop(own(*args, **kwargs), context))
 
 
 class _Loop:

@@ -19,11 +19,11 @@ from ...cache.graph_cache import shared
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
-from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
+from ...dispatch.compiled_layers import Host, make_compiled_layers, survey_model
 from ...fingerprint.survey import KeptSurveys, Region, Survey
 from ...modules.blocks import is_compiled
 from ...modules.substitution import Layer
-from .components import moved_in_parts
+from .components import find_part_hooks
 from .peft import PeftLayers
 
 _ATTENTION_KWARGS = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
@@ -76,7 +76,7 @@ class Run:
         if layers is not None and (found is None or found.layout.changed_part(model) is None):
             return layers
         layers, found, self._looks[model] = {}, None, self._looks[model] + 1
-        reason = Reason("compiled_already") if is_compiled(model) else moved_in_parts(model)
+        reason = Reason("compiled_already") if is_compiled(model) else find_part_hooks(model)
         if self._looks[model] > _MOST_LOOKS:
             reason = Reason("settings_change")
         if reason is not None:
@@ -85,7 +85,7 @@ class Run:
             survey = survey_model(model, settings, HOST, surveys)
             if survey.regions:
                 found = survey
-                layers = compiled_layers(model, found, settings, HOST, shared, self._lease, surveys=surveys)
+                layers = make_compiled_layers(model, found, settings, HOST, shared, self._lease, surveys=surveys)
         self._placed[model] = layers, found
         return layers
 

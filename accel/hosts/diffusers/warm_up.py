@@ -12,7 +12,7 @@ import torch
 
 from ...cache.graph_cache import shared
 from ...core.events import log
-from ...core.sentences import counted
+from ...core.sentences import count_nouns
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class WarmUp:
     loaded: int
 
     def __str__(self) -> str:
-        graphs = counted(self.compiled, "graph")
+        graphs = count_nouns(self.compiled, "graph")
         return f"Warm-up: {graphs} compiled, {self.loaded} loaded, in {self.seconds:.1f} s."
 
 

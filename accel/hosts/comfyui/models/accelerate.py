@@ -23,21 +23,21 @@ from ....core.compile_settings import CompileSettings, Trouble
 from ....core.events import emit
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
-from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
+from ....dispatch.compiled_layers import Host, make_compiled_layers, survey_model
 from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.survey import KeptSurveys
-from ....modules.blocks import is_compiled, uncompiled
+from ....modules.blocks import is_compiled, unwrap_compiled
 from ....modules.substitution import Forward, Layer
 from ....report.run import Totals
 from ....store.graph_store import attach
 from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
-from ..recording import unrecorded_context
+from ..recording import make_unrecorded_context
 from ..running_prompt import CompileProgress, find_upstream_node
 from ..tracing import NO_RESULT_DEPENDS_ON, traceable
 from ..versions import is_split_over_devices, put_wrappers
 from . import streamed
 from .options import CORE_COMPILE, INTERRUPTS, WARMS_UP, runs_between, simplifier
-from .run_events import run_events, sampling_begins, uses
+from .run_events import note_sampling, run_events, uses
 
 if TYPE_CHECKING:
     from .capture import CapturedModel
@@ -54,7 +54,7 @@ HOST = Host(
     weights=streamed.weights_of,
     traceable=traceable,
     between=runs_between,
-    outside_recording=unrecorded_context,
+    outside_recording=make_unrecorded_context,
 )
 
 
@@ -71,7 +71,7 @@ def accelerate(
     made_by: the class of the node that shows progress and gain. graphs: capture whole model calls and replay them, if
     the device and the call allow it. quality: what the node calls what it does.
     """
-    attach(cache, preferences.running_home)
+    attach(cache, preferences.find_running_home)
     patched = streamed.clone_for_compiling(model, cache)
     if graphs:
         from . import capture
@@ -82,7 +82,7 @@ def accelerate(
     compiling |= {"graphs": graphs, "quality": quality}
     wrappers = {
         WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, cache, made_by, compiling),
-        WrappersMP.SAMPLER_SAMPLE: sampling_begins,
+        WrappersMP.SAMPLER_SAMPLE: note_sampling,
         WrappersMP.APPLY_MODEL: _wrap_model_call(settings, cache),
     }
     put_wrappers(patched, KEY, wrappers)
@@ -185,12 +185,12 @@ class Run:
             return
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self.lengths.add(context.shape[1])
-        with self.progress.during_call(ours.kinds, self.node_id):
+        with self.progress.report_call(ours.kinds, self.node_id):
             if self.graphs:
                 with self.lock:
                     self.model_calls += 1
             if not self.graphs or is_split_over_devices(options):
-                with ours.calls.in_place((context, *given)):
+                with ours.calls.put_in_place((context, *given)):
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for
@@ -198,11 +198,11 @@ class Run:
             with self.lock:
                 if ours.captured is None:
                     ours.captured = capture.begin(base, self.settings, self.cache, self.lease, ours.layers)
-            with ours.captured.standing_in(options) as options:
+            with ours.captured.replay_or_capture(options) as options:
                 yield options
 
     def _prepare(self, model: torch.nn.Module, options: dict[str, Any]) -> _ModelInRun:
-        name, why, layers = type(uncompiled(model)).__name__, Reason("no_blocks"), {}
+        name, why, layers = type(unwrap_compiled(model)).__name__, Reason("no_blocks"), {}
         if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
             why = Reason("compiled_around")
             fallbacks.note(name, why, how="without Accel")
@@ -226,7 +226,7 @@ class Run:
             for model in self.models:  # Wan Animate 2 calls methods of its blocks
                 fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
         counts = {"eager_calls": eager_calls, "contexts": tuple(sorted(self.lengths)), "model_calls": self.model_calls}
-        emit("run_calls", totals=Totals.of(self.lease, self.settings.backend, self.settings.measured, **counts))
+        emit("run_calls", totals=Totals.from_lease(self.lease, self.settings.backend, self.settings.measured, **counts))
 
 
 @dataclass(eq=False)
@@ -245,7 +245,7 @@ class NetworkRun:
     progress: CompileProgress = field(default_factory=CompileProgress)
 
     @functools.cached_property
-    def _made(self) -> tuple[Layer, WholeCalls, int]:
+    def _layer_and_calls(self) -> tuple[Layer, WholeCalls, int]:
         """The network's own layer, the calls of its blocks, and of how many kinds these are. Made at the first call,
         when its weights are in place."""
         layers = block_layers(self.network, self.settings, self.cache, self.lease)
@@ -258,14 +258,14 @@ class NetworkRun:
 
     def call(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
         """What the network's own forward gives, with its blocks compiled."""
-        own, calls, kinds = self._made  # the call has already passed the place where the layer would be
-        with self.progress.during_call(kinds, self.node_id), calls.in_place((*args, *kwargs.values())):
+        own, calls, kinds = self._layer_and_calls  # the call has already passed the place where the layer would be
+        with self.progress.report_call(kinds, self.node_id), calls.put_in_place((*args, *kwargs.values())):
             return own(inner, *args, **kwargs)
 
     def end(self) -> None:
         """Tell of calls that ran uncompiled; not after a run that was broken off."""
-        if "_made" in vars(self):
-            self._made[1].end()
+        if "_layer_and_calls" in vars(self):
+            self._layer_and_calls[1].end()
 
 
 def block_layers(
@@ -273,13 +273,13 @@ def block_layers(
 ) -> dict[torch.nn.Module, Layer]:
     """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
 
-    lease: as for `compiled_layers`.
+    lease: as for `make_compiled_layers`.
     """
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made
-    surveys = KeptSurveys.on(model)
+    surveys = KeptSurveys.get_or_create(model)
     found = survey_model(model, settings, HOST, surveys)
-    return compiled_layers(model, found, settings, HOST, cache, lease, surveys=surveys)
+    return make_compiled_layers(model, found, settings, HOST, cache, lease, surveys=surveys)
 
 
 def count_kinds(calls: WholeCalls) -> int:

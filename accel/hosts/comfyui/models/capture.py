@@ -117,12 +117,12 @@ class CapturedModel:
             self._captured = Substitution({model: torch.compiler.disable(capture.call)}, Order.CAPTURED)
 
     @contextmanager
-    def standing_in(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def replay_or_capture(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Replay or capture one call of the model, made with the transformer_options that this yields."""
         options = {**options, KEY: self.capture}
-        with self._observed.in_place():
+        with self._observed.put_in_place():
             if self._captured is not None:
-                with self._captured.in_place():
+                with self._captured.put_in_place():
                     yield options
                 return
             wrappers = options.get("wrappers", {})

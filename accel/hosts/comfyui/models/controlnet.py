@@ -16,7 +16,7 @@ from ....core.reasons import Reason
 from ....fingerprint.code_facts import facts_of
 from ....modules.blocks import is_compiled
 from ....store.graph_store import attach
-from ..preferences import running_home
+from ..preferences import find_running_home
 from ..versions import is_dynamic, takes_streamed_weights
 from .accelerate import NetworkRun
 
@@ -36,7 +36,7 @@ def accelerate_control(
 
     node_id: the node in the page that shows compile progress.
     """
-    attach(cache, running_home)
+    attach(cache, find_running_home)
     name = type(control).__name__
     if not all(callable(getattr(control, call, None)) for call in _CALLS):
         log.warning("%s runs uncompiled: it is not a control object like core's", name)

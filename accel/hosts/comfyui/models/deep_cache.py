@@ -13,17 +13,17 @@ from comfy.patcher_extension import WrappersMP
 
 from ....core.errors import one_line
 from ....core.events import emit, log
-from ....report.facts import skipping_fact
+from ....report.facts import make_skip_fact
 from ....report.run import Skipping
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.noise_levels import angle
 from ....step_cache.run import DeepCacheRun
 from ..running_prompt import find_upstream_node
 from ..versions import put_wrappers
-from ..words import advised
+from ..words import add_advice
 from .options import CORE_CACHE, WARMS_UP
 from .options import SKIPS as KEY
-from .run_events import run_events, sampling_begins
+from .run_events import note_sampling, run_events
 from .samplers import NoiseLevels, facts_of, follows_schedule
 
 _POST_CFG, _PARTS = "sampler_post_cfg_function", ("cond_denoised", "uncond_denoised")
@@ -58,7 +58,7 @@ def _wrap_sampling(settings: DeepCacheSettings, made_by: str | None, choices: di
         with run_events(executor, args, KEY, caching={**asdict(settings), "node": node_id}) as options:
             options[KEY] = sampling
             try:
-                out = executor(*sampling.showing(args), **kwargs)
+                out = executor(*sampling.wrap_callback(args), **kwargs)
                 sampling.is_quiet = bool(options.get(WARMS_UP))
                 return out
             finally:
@@ -99,7 +99,7 @@ class _Sampling:
             why_full=_who_skips(model_options),
         )
 
-    def showing(self, args: tuple) -> tuple:
+    def wrap_callback(self, args: tuple) -> tuple:
         """The arguments of the sampling with a callback that gets predictions alone, for previews and denoised outputs,
         without what was added to them for the latent's sake."""
         if len(args) < 6 or args[5] is None:
@@ -121,14 +121,14 @@ class _Sampling:
     def end(self) -> None:
         """Emit and log what the run came to, and drop it."""
         run, self.run = self.run, None
-        skipping = Skipping(target_db=self._settings.quality) if run is None else Skipping.of(run)
+        skipping = Skipping(target_db=self._settings.quality) if run is None else Skipping.from_lease(run)
         is_unknown = not skipping.steps_taken and skipping.why_full is None
         if is_unknown:
             skipping = replace(skipping, why_full="another node or its sampler calls the model in a way of its own")
         emit("deep_cache_run", skipping=skipping, began=() if run is None else run.began)
         if skipping.steps_taken and not self.is_quiet:
             sampler = getattr(getattr(self._sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
-            log.info("%s", advised(skipping_fact(skipping), sampler))
+            log.info("%s", add_advice(make_skip_fact(skipping), sampler))
         elif is_unknown and not self.is_quiet:
             log.warning("DeepCache: %s; every step ran in full.", skipping.why_full)
         if run is not None:
@@ -144,7 +144,7 @@ def _begin_sampling(executor: Any, guider: Any, sigmas: Any, extra_args: dict, *
             sampling.begin(guider, sigmas, options)
         except Exception as error:  # a guider or a prompt of another pack, laid out in a way of its own
             log.warning("DeepCache: this run cannot be read (%s); every step runs in full.", one_line(error))
-    return sampling_begins(executor, guider, sigmas, extra_args, *args, **kwargs)
+    return note_sampling(executor, guider, sigmas, extra_args, *args, **kwargs)
 
 
 def _evaluate(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

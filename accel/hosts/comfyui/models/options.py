@@ -72,7 +72,7 @@ def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         attention.begin(options)
         if (reason := _concern(options, strings)) is not None:
             raise RunEagerly(reason)
-        kept = _only(readable, options, _is_constant)
+        kept = _select_readable(readable, options, _is_constant)
         if options.get(OVERRIDE) is not None:
             attention.require_known(options[OVERRIDE])
             kept[OVERRIDE] = Override.OF_THE_CALL
@@ -100,7 +100,7 @@ def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
             raise RunEagerly(Reason("attention_replaced", patch="optimized_attention_override"))
         for name in (name for kind in _PATCHES for name, given in (options.get(kind) or {}).items() if given):
             raise RunEagerly(Reason("patched", patch=name))
-        return _only(readable, options, _is_plain)
+        return _select_readable(readable, options, _is_plain)
 
     return simplify
 
@@ -149,7 +149,7 @@ def _is_replaced(name: str, options: dict[str, Any], strings: frozenset[str]) ->
     return block in replacements or (block[0], block[1], options.get("block_index", 0)) in replacements
 
 
-def _only(readable: frozenset[str], options: dict, is_allowed: Callable[[Any], bool]) -> dict:
+def _select_readable(readable: frozenset[str], options: dict, is_allowed: Callable[[Any], bool]) -> dict:
     """The readable part of `options`. Raises `RunEagerly` for a value that a graph cannot depend on."""
     kept = {key: value for key, value in options.items() if key in readable}
     for key, value in kept.items():

@@ -11,7 +11,7 @@ import torch
 from ....cache.entry import Use
 from ....core.events import emit, log
 from .. import preferences
-from ..running_prompt import running_prompt, steps_shown
+from ..running_prompt import get_prompt_id, steps_shown
 from ..sizes.model_sizes import family_name, latent_layout
 from ..sizes.shape_errors import sizes_explained
 from .options import INTERRUPTS
@@ -31,7 +31,7 @@ def run_events(executor: Any, arguments: Sequence[Any], key: str, **facts: Any) 
     # The guider's model_options belong to this run; core copies them, with our state by reference.
     options = guider.model_options.setdefault("transformer_options", {})
     before = {key: options[key]} if key in options else {}
-    emit("run_start", owner=id(guider), **_described(executor, arguments), **facts)
+    emit("run_start", owner=id(guider), **_describe_sampling(executor, arguments), **facts)
     failed, steps_done = True, None
     try:
         with sizes_explained(executor, arguments):
@@ -43,11 +43,11 @@ def run_events(executor: Any, arguments: Sequence[Any], key: str, **facts: Any) 
     finally:
         options.pop(key, None)
         options.update(before)
-        share = _loaded_share(guider)
+        share = _find_loaded_share(guider)
         emit("run_end", owner=id(guider), failed=failed, steps_done=steps_done, loaded_share=share)
 
 
-def sampling_begins(executor: Any, *args: Any, **kwargs: Any) -> Any:
+def note_sampling(executor: Any, *args: Any, **kwargs: Any) -> Any:
     """A SAMPLER_SAMPLE wrapper: emit "sampling", since the model is loaded now and its steps begin."""
     emit("sampling")
     return executor(*args, **kwargs)
@@ -55,14 +55,14 @@ def sampling_begins(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tuple[Use, ...]:
     """What the run used graphs for, one entry per length of prompt; empty for an unknown kind of latent."""
-    run = _described(executor, arguments)
+    run = _describe_sampling(executor, arguments)
     if len(run["latent"]) < 3:
         return ()
     batch, _, *sizes = run["latent"]
     return tuple(Use(run["model"], tuple(sizes), batch, context) for context in tuple(contexts) or (None,))
 
 
-def _loaded_share(guider: Any) -> float | None:
+def _find_loaded_share(guider: Any) -> float | None:
     """The fraction of the weights that is on the device; None if it is unknown."""
     patcher = getattr(guider, "model_patcher", None)
     try:
@@ -83,14 +83,14 @@ def _pixels(patcher: Any, latent: Sequence[int]) -> tuple[int, int] | None:
     return (latent[-1] * scale, latent[-2] * scale) if len(latent) > 3 else None
 
 
-def _described(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
+def _describe_sampling(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
     noise, _, sampler, sigmas = [*arguments, None, None, None, None][:4]
     function = getattr(sampler, "sampler_function", None)
     patcher = getattr(executor.class_obj, "model_patcher", None)
     latent = tuple(noise.shape) if isinstance(noise, torch.Tensor) else ()
     return {
         "model": family_name(patcher),
-        "prompt": running_prompt(),
+        "prompt": get_prompt_id(),
         "latent": latent,
         "pixels": _pixels(patcher, latent),
         "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,

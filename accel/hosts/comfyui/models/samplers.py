@@ -15,7 +15,7 @@ import torch
 from ....core.events import log
 from ....core.host_copy import HostCopy
 from ....step_cache.noise_levels import is_near
-from ....step_cache.sampler_facts import Noise, Predict, SamplerFacts, measured
+from ....step_cache.sampler_facts import Noise, Predict, SamplerFacts, measure
 
 LEARNED = 4
 """Evaluations at the schedule's levels, one after the other, after which the sampler is taken to go on like that. All
@@ -85,7 +85,7 @@ def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) 
         given = {"model_options": {"transformer_options": {}}, "seed": 0}
         return function(models[-1], latent, torch.tensor(levels), extra_args=given, disable=True, **options)
 
-    facts = measured(levels, is_flow, sample)
+    facts = measure(levels, is_flow, sample)
     if any(model.is_asked_for_parts for model in models):
         return replace(facts, response=None)  # the parts' errors differ
     return facts

@@ -32,7 +32,7 @@ from ....fingerprint.survey import Region
 from ....modules import stored_form
 from ....modules.stored_form import Forms
 from .. import preferences
-from ..versions import is_dynamic, stored_forms, takes_streamed_weights
+from ..versions import find_stored_forms, is_dynamic, takes_streamed_weights
 from .options import INTERRUPTS
 
 LARGEST_SHARE = 0.15
@@ -97,18 +97,18 @@ def _copy_without_streaming(module: torch.nn.Module, made: dict[torch.nn.Module,
     kept["_modules"] = {
         name: None if child is None else _copy_without_streaming(child, made) for name, child in module._modules.items()
     }
-    kept["_parameters"] = {name: _without_values(module, name, one) for name, one in module._parameters.items()}
+    kept["_parameters"] = {name: _remove_values(module, name, one) for name, one in module._parameters.items()}
     vars(copied).update(kept)
     return copied
 
 
-def _without_values(module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
+def _remove_values(module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
     """A weight that is streamed as one without values in the form that core loads; any other as it is."""
     if weight is None or stored_form.is_data(type(weight)):
         return weight  # with its attributes, and the module's code moves it
     if "_v" not in vars(module) or name not in ("weight", "bias"):
         return weight
-    (form,) = stored_forms([weight])
+    (form,) = find_stored_forms([weight])
     if isinstance(form, torch.Tensor):  # quantised: as it is
         return weight
     return torch.nn.Parameter(torch.empty(form.shape, dtype=form.dtype, device="meta"), False)
@@ -163,7 +163,7 @@ class StreamedWeights:
             last_first.callback(self._pins.release)
             for part in self._brought:
                 last_first.callback(vars(part).pop, "_prefetch", None)
-                for patch in _prepared(part):
+                for patch in _find_patches(part):
                     last_first.callback(patch.clear_prepared)
             self._stream, self._brought = None, []
 
@@ -211,14 +211,14 @@ class StreamedWeights:
             parts = [part for part, _ in fresh]
             self._brought.extend(parts)
             self._current = comfy.model_management.current_stream(device)
-            with _faulted(fresh):
+            with _use_pinned_parts(fresh):
                 self._stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
             comfy.model_management.sync_stream(device, self._stream)
         for part, weight, bias, _ in missing:
-            forms = stored_forms([part.weight, part.bias])
+            forms = find_stored_forms([part.weight, part.bias])
             stored, of_bias = (None if form is None else form.dtype for form in forms)
             computed = stored if stored in dtypes else next(iter(dtypes), stored)
-            with _distrusted(part), _kept(part) if part in prefetched else nullcontext():
+            with _reload_on_failure(part), _keep_prefetched(part) if part in prefetched else nullcontext():
                 found = comfy.ops.resolve_cast_module_with_vbar(part, stored, device, of_bias, computed, True)
             if weight is not None:
                 made[weight] = found[0]
@@ -264,7 +264,7 @@ def _waits(module: torch.nn.Module) -> bool:
     return "prev_comfy_cast_weights" in vars(module) and not vars(module).get("comfy_force_cast_weights")
 
 
-def _prepared(module: torch.nn.Module) -> list[Any]:
+def _find_patches(module: torch.nn.Module) -> list[Any]:
     """The patches that core applies to the module's streamed weights as it loads them."""
     patches = (vars(module).get(f"{name}_lowvram_function") for name in ("weight", "bias"))
     return [patch for patch in patches if patch is not None]
@@ -293,7 +293,7 @@ class _Faulted:
 
 
 @contextmanager
-def _faulted(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
+def _use_pinned_parts(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
     """Let core use parts that are pinned already; if it failed midway, what it had pinned would be unknown."""
     places = [(part, part._v) for part, _ in parts]
     try:
@@ -307,7 +307,7 @@ def _faulted(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def _distrusted(part: torch.nn.Module) -> Iterator[None]:
+def _reload_on_failure(part: torch.nn.Module) -> Iterator[None]:
     """Make core load the weights again if adding LoRA fails: it marks them as patched before they are."""
     try:
         yield
@@ -317,13 +317,13 @@ def _distrusted(part: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(part: torch.nn.Module) -> Iterator[None]:
+def _keep_prefetched(part: torch.nn.Module) -> Iterator[None]:
     """Keep prefetched weights as loaded while LoRA is added: the block may still run eagerly on them.
 
     Weights with a place of their own keep the result there, unless adding LoRA failed midway.
     """
     prefetch = part._prefetch
-    if prefetch["resident"] or not _prepared(part):
+    if prefetch["resident"] or not _find_patches(part):
         yield
         return
     came = prefetch["xfer_dest"]

@@ -45,7 +45,9 @@ def warm_up(
     started = time.perf_counter()
     for number, (size, batch, length) in enumerate(runs, 1):
         latent = torch.zeros(layout.shape(size, batch))
-        prompt = conditioning if length is None else [_of_length(text, extra, length) for text, extra in conditioning]
+        prompt = conditioning
+        if length is not None:
+            prompt = [_repeat_to_length(text, extra, length) for text, extra in conditioning]
         sampler = comfy.samplers.KSampler(model, steps, model.load_device, sampler="euler", scheduler="normal")
         sampler.sample(torch.zeros_like(latent), prompt, prompt, cfg=2.0, latent_image=latent, disable_pbar=True)
         progress.update_absolute(number)
@@ -53,20 +55,20 @@ def warm_up(
     return len(runs), time.perf_counter() - started
 
 
-def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
+def _repeat_to_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
     """An entry of a conditioning with text features [B, length, D]: the given ones [B, T, D], repeated or cut.
 
     An attention mask [B, T] is changed in the same way.
     """
     tokens = text.shape[1]
 
-    def fitted(tensor: torch.Tensor) -> torch.Tensor:
+    def fit(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * -(-length // tokens), dim=1)[:, :length]
 
     mask = extra.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[1] == tokens:
-        extra = {**extra, "attention_mask": fitted(mask)}
-    return [fitted(text), extra]
+        extra = {**extra, "attention_mask": fit(mask)}
+    return [fit(text), extra]
 
 
 def parse_sizes(text: str) -> list[Size]:

@@ -22,7 +22,7 @@ VARIABLE = "ACCEL_CUDA_GRAPHS"
 _CHOICES = {**dict.fromkeys((ON, "1", "true", "yes"), ON), **dict.fromkeys((OFF, "0", "false", "no"), OFF)}
 
 
-def named() -> str | None:
+def read_environment() -> str | None:
     """The choice in the environment: ON, OFF, or None."""
     return _CHOICES.get(os.environ.get(VARIABLE, "").strip().lower())
 
@@ -34,7 +34,7 @@ def state() -> Reason:
         return Reason("graphs_nowhere")
     if args is None:  # not in ComfyUI's process
         return Reason("graphs_unknown")
-    is_wanted = _wanted() == ON
+    is_wanted = _read_choice() == ON
     script_said = getattr(args, "accel_allocator", None)
     if torch.cuda.get_allocator_backend() == "native":
         if script_said != "native":
@@ -47,13 +47,13 @@ def state() -> Reason:
 
 def is_offered() -> bool:
     """Whether nobody has chosen yet, and there is something to choose."""
-    return _wanted() == ASK and state().code == "graphs_off"
+    return _read_choice() == ASK and state().code == "graphs_off"
 
 
-def as_json() -> dict[str, Any]:
+def to_json() -> dict[str, Any]:
     """`state` for the page. choice: the one that counts. by_environment: it does not come from the settings."""
-    return {"choice": _wanted(), "by_environment": named() is not None, **state().as_json()}
+    return {"choice": _read_choice(), "by_environment": read_environment() is not None, **state().to_json()}
 
 
-def _wanted() -> str:
-    return named() or preferences.current().cuda_graphs
+def _read_choice() -> str:
+    return read_environment() or preferences.current().cuda_graphs

@@ -31,11 +31,11 @@ def state(rows: int = DEFAULT_ROWS) -> dict[str, Any]:
     return {
         "graph_cache": {**cache, "fallbacks": fallbacks.rows()},
         "graph_store": store,
-        "compiling": records.compiling(),
-        "last_run": last and last.as_json(),
+        "compiling": records.get_compilation(),
+        "last_run": last and last.to_json(),
         "settings": settings,
         "machine": machine(),
-        "cuda_graphs": allocator.as_json(),
+        "cuda_graphs": allocator.to_json(),
         "version": __version__,
     }
 
@@ -68,7 +68,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "bytes": entry.nbytes,
         "last_used": entry.last_used,
         "failure": None if failure is None else str(failure),
-        "failure_reason": None if failure is None else failure.as_json(),
+        "failure_reason": None if failure is None else failure.to_json(),
         "used_at": [
             {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
         ],
@@ -83,7 +83,7 @@ def _row(entry: Entry) -> dict[str, Any]:
 def machine() -> list[dict[str, Any]]:
     """What will be accelerated on it, {"name", "code", "fields", "reason"} each; empty where it cannot be asked."""
     try:
-        return [{"name": name, **said.as_json()} for name, said in doctor.parts()]
+        return [{"name": name, **said.to_json()} for name, said in doctor.parts()]
     except Exception as error:  # of a driver, or another pack's attention
         log.debug("what this machine accelerates is not known: %s", error)
         return []

@@ -58,10 +58,10 @@ class Messages:
         stops, at = self._said
         if stops != self._stops() or time.monotonic() - at >= LONGEST_SILENCE - 1:
             self._tell_compiling()
-        return records.compiling() is not None
+        return records.get_compilation() is not None
 
     def _tell_compiling(self) -> None:
-        now = records.compiling()
+        now = records.get_compilation()
         if now is not None and self._is_heard():
             self._said = self._stops(), time.monotonic()
             now["stops"] = self._said[0]
@@ -75,18 +75,18 @@ class Messages:
             self._send(of_all, None)
 
 
-def _compiled(data: Message) -> tuple[None, Message]:
+def _show_compiled(data: Message) -> tuple[None, Message]:
     failed = {"failed": str(data["reason"])} if "reason" in data else {}
     return None, {"event": "compiled", "name": data["name"], "seconds": data["seconds"], **failed}
 
 
-def _warning(data: Message) -> tuple[Message | None, None]:
+def _show_warning(data: Message) -> tuple[Message | None, None]:
     """Nobody needs one where the model is compiled all the same: most machines have no CUDA graphs."""
     reason: Reason = data["reason"]
     if reason.code in OF_CUDA_GRAPHS | EXPECTED:
         return None, None
     of_all = reason.code in OF_THE_MACHINE
-    return {"event": "fallback", "block": data["block"], "of_all": of_all, **reason.as_json()}, None
+    return {"event": "fallback", "block": data["block"], "of_all": of_all, **reason.to_json()}, None
 
 
 def _lines(data: Message) -> tuple[Message, Message]:
@@ -99,9 +99,9 @@ def _lines(data: Message) -> tuple[Message, Message]:
 
 
 _MESSAGES: dict[str, Callable[[Message], tuple[Message | None, Message | None]]] = {
-    "compile_end": _compiled,
-    "compile_failed": _compiled,
-    "fallback": _warning,
+    "compile_end": _show_compiled,
+    "compile_failed": _show_compiled,
+    "fallback": _show_warning,
     "run_over": _lines,
     "cache_changed": lambda data: (None, {"event": "cache_changed"}),
 }
@@ -112,10 +112,10 @@ def start(server: Any) -> None:
     """Send events to the pages of this server from now on."""
     import comfy.model_management
 
-    from ..running_prompt import running_prompt
+    from ..running_prompt import get_prompt_id
 
     def asker() -> tuple[str | None, str | None]:
-        prompt = running_prompt()
+        prompt = get_prompt_id()
         return (None if prompt is None else server.client_id), prompt
 
     messages = Messages(

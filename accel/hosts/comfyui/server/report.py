@@ -13,8 +13,8 @@ from ....report.facts import Fact, cache_fact, facts_of
 from ....report.run import Run
 from ....report.run_record import records
 from .. import preferences
-from ..running_prompt import running_prompt
-from ..words import advice, advised
+from ..running_prompt import get_prompt_id
+from ..words import add_advice, advice
 from . import panel
 
 ALIKE_DB = 40.0
@@ -31,7 +31,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
     preferences.current()  # puts the cache's limits into force
     run, cache = records.last(), cache_fact(shared.statistics(), shared.store and shared.store.statistics())
     of_run = [Fact("No image was made with an accelerated model yet.")] if run is None else facts_of(run)
-    head, facts = [*of_run[:2], *_compared(image, reference)], [*of_run[2:], cache]
+    head, facts = [*of_run[:2], *_compare_images(image, reference)], [*of_run[2:], cache]
     changes, others = _changes(run, facts, prompt)
     first, *then = changes or ["Nothing."]
     paragraphs = [
@@ -52,7 +52,7 @@ def _changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[
     changes = [fact for fact in facts if advice(fact.why) is not None]
     changes.sort(key=lambda fact: getattr(fact.why, "code", None) not in OF_THE_MACHINE)
     sampler = None if run is None else run.sampler
-    return [advised(fact, sampler) for fact in changes], [fact for fact in facts if fact not in changes]
+    return [add_advice(fact, sampler) for fact in changes], [fact for fact in facts if fact not in changes]
 
 
 def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
@@ -66,7 +66,7 @@ def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
         return "Connect the image to `anything` of this node, so that it reports after the image."
     if run is None:
         return "Put Speed Up between the loaders and the sampler."
-    if not classes or classes & _SPEEDS_UP or run.prompt is not None and run.prompt == running_prompt():
+    if not classes or classes & _SPEEDS_UP or run.prompt is not None and run.prompt == get_prompt_id():
         return None
     return (
         "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler. The figures "
@@ -74,7 +74,7 @@ def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
     )
 
 
-def _compared(image: torch.Tensor | None, reference: torch.Tensor | None) -> list[Fact]:
+def _compare_images(image: torch.Tensor | None, reference: torch.Tensor | None) -> list[Fact]:
     """How close two IMAGEs [B, H, W, C] are; nothing without them. A report is no reason to fail a prompt."""
     if image is None and reference is None:
         return []

@@ -58,7 +58,7 @@ def register() -> None:
     server.routes.post("/accel/evict")(answer_with(lambda body: panel.evict(read_entry_id(body))))
     server.routes.post("/accel/settings")(answer_with(change_settings))
     server.routes.post("/accel/clear")(answer_with(clear))
-    log.addFilter(report_log.named)
+    log.addFilter(report_log.add_name)
     panel_messages.start(server)
 
 
