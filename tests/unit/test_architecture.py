@@ -150,11 +150,11 @@ def test_nothing_grows_without_a_decision(unit: str, name: str):
 
 
 PREPOSITIONS = frozenset(
-    "about after against among apart around as at before beside beyond by during for from in inside into like minus no not "
-    "of off on only out outside over per plus since through to unlike until up via with within without".split()
+    "about after against among apart around as at before beside beyond by during for from in inside into like minus no "
+    "not of off on only out outside over per plus since through to unlike until up via with within without".split()
 )
 PARTICIPLE = re.compile(
-    r"\w\w+(ed|ing)|begun|bound|built|chosen|given|grown|held|kept|known|laid|left|made|seen|shown|told"
+    r"\w\w+(ed|ing)|begun|bound|built|chosen|given|grown|held|kept|known|laid|left|made|seen|shown|told|written"
 )
 
 
