@@ -40,9 +40,8 @@ def _traced() -> Counter[str]:
 
 
 def read_counts() -> Counts:
-    from torch._dynamo.utils import counters
-
     from comfy_accel.accel.core.fallbacks import fallbacks
+    from torch._dynamo.utils import counters
 
     return Counts(
         graphs=counters["stats"]["unique_graphs"] - _traced()["block_traced"],

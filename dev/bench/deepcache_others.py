@@ -15,7 +15,6 @@ from typing import Any
 import comfy_extras.nodes_easycache as core
 import torch
 from comfy.patcher_extension import WrappersMP
-
 from comfy_accel.accel.modules.substitution import Order, substitute
 
 from .flops import Flops

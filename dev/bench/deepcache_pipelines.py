@@ -14,10 +14,9 @@ from unittest.mock import patch
 import diffusers
 import safetensors.torch
 import torch
-from diffusers.loaders import single_file_utils
-
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from diffusers.loaders import single_file_utils
 
 from . import toy
 

@@ -21,19 +21,18 @@ from typing import Any
 import comfy.model_management
 import psutil
 import torch
-from kit import made_up_device
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.errors import one_line
 from comfy_accel.accel.core.fallbacks import fallbacks, rows_of
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
-from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import QUALITIES
+from kit import made_up_device
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from .compilations import RecompileLimit, compiling_into, read_counts, seconds_heard
 from .full_size import FULL, Run, Runs, make_small, wait_for

@@ -103,7 +103,6 @@ def is_known(name: str) -> bool:
 def measure(name: str) -> list[report.Row]:
     """The rows of one model: each graph that one step of it compiles, and the same call compiled for its size alone."""
     import torch
-
     from comfy_accel.accel.compile import block_compiler
     from comfy_accel.accel.core.fallbacks import fallbacks
 

@@ -66,9 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(family: Any) -> list[report.Row]:
     """The rows of one layout."""
     import torch
-    from kit import tiny_models
-
     from comfy_accel.accel.cache.graph_cache import GraphCache
+    from kit import tiny_models
 
     from . import overhead_parts
 

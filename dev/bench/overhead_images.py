@@ -189,9 +189,8 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> Iterator[rep
 def node(contender: str, backend: Callable) -> Callable[[Any], Any]:
     """From a ModelPatcher to the one that the contender's node gives."""
     import torch
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
     from comfy_accel.accel.modules.blocks import blocks
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     from . import session
 

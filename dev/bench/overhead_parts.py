@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
-from kit.captures import CpuCapturer
-
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate, block_layers
 from comfy_accel.accel.modules.substitution import Order, substitute
+from kit.captures import CpuCapturer
 
 REPETITIONS = 300
 

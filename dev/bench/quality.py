@@ -92,7 +92,6 @@ class Bench:
 
     def __init__(self, file: Path, prompts: Sequence[str], options: Namespace):
         from comfy.model_sampling import CONST
-
         from comfy_accel.accel.report.run_record import records
 
         self._records = records  # which listen from here on

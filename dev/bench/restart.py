@@ -74,11 +74,10 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
     import comfy_accel.nodes  # noqa: F401
 
     import_ms = (time.perf_counter() - started) * 1e3
-    from kit import tiny_models
-
     from comfy_accel.accel.cache.graph_cache import shared
     from comfy_accel.accel.core.compile_settings import CompileSettings
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+    from kit import tiny_models
 
     from . import session
 

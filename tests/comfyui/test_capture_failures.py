@@ -10,10 +10,10 @@ import comfy.model_management
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.capture_key import CaptureKey
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
-from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons

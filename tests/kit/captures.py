@@ -136,7 +136,7 @@ class CpuCapturer:
     def why_not(self, device):
         return self.reason
 
-    def timed(self, device, call):
+    def time_call(self, device, call):
         return call(), lambda: self.device_waits
 
     def has_room(self, device):

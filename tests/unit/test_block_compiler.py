@@ -561,7 +561,7 @@ class Replays:
     def __init__(self):
         self.compiled = 0
 
-    def missing(self, device=None):
+    def find_missing(self, device=None):
         return None
 
     def compile(self, function, tensors):
