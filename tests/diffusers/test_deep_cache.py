@@ -144,3 +144,11 @@ def test_call_that_a_skipped_step_has_in_addition_leaves_it_skipped():
         latents, [(full, skipped)] = sample_cached(pipe, every(9), **guided)
     assert latents.isfinite().all() and full == 4 and skipped
     assert calls == [7], "once; two full steps then begin a new line"
+
+
+def test_list_of_fewer_images_than_before_is_computed():
+    """As Z-Image's, which with guidance has each image twice: without, two images would come of one."""
+    pipe = pipeline("ZImagePipeline")
+    plain = sample(pipe, cfg_truncation=0.5)
+    latents, [(full, skipped)] = sample_cached(pipe, every(3), cfg_truncation=0.5)
+    assert flat(latents).shape == flat(plain).shape and full > 2 and skipped

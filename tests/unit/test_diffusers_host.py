@@ -229,7 +229,7 @@ def test_call_outside_the_schedule_or_of_a_pipeline_without_one_is_plain(counts)
     [
         ({"sigmas": torch.tensor([8.0])}, "has a schedule that it does not understand"),
         ({"sigmas": torch.tensor([8.0, 2.0, 4.0, 1.0, 0.5])}, "go up and down"),
-        ({"step_index": 4}, "is called at other timesteps than its scheduler's"),
+        ({"step_index": 4}, "DeepCache: a model of Pipe is called at other timesteps than its scheduler's"),
     ],
 )
 def test_schedule_that_is_not_understood_is_computed_in_full(change, said, counts, caplog):

@@ -126,7 +126,7 @@ class _Image:
         if timestep is None or has_gradients or not self._begin(timestep, model):
             return inner(*args, **kwargs)
         # Branches of guidance, and whether there is guidance, differ in their order and in these.
-        place, layout = self._calls, (model, [(name, getattr(value, "shape", None)) for name, value in named.items()])
+        place, layout = self._calls, (model, [(name, _shapes_in(value)) for name, value in named.items()])
         self._calls += 1
         if self._run.skips and place < len(self._returned) and self._returned[place][0] == layout:
             self._is_held = True
@@ -226,9 +226,7 @@ class _Image:
     def end(self) -> None:
         """Drop all that is kept, and report."""
         if self._run is None and self._schedule is not None:
-            message = (
-                "DeepCache: a model of %s is called at other timesteps than its scheduler's; every step ran in full."
-            )
+            message = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
             log.warning(message, f"a model of {type(self._pipe).__name__}")
         self._end_run()
 
@@ -247,3 +245,8 @@ class _Image:
 def _names_of(kind: type[torch.nn.Module]) -> tuple[str, ...]:
     """The names of what models of this class are called with."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _shapes_in(value: Any) -> Any:
+    """An argument's shape; of a list of images, as Z-Image's, those of all: with guidance it has more."""
+    return list(map(_shapes_in, value)) if isinstance(value, (list, tuple)) else getattr(value, "shape", None)
