@@ -277,19 +277,20 @@ class KeptSurveys:
     def find(self, model: torch.nn.Module, settings: Any, create: Callable[[], Survey]) -> Survey:
         """A kept survey, made with equal settings, that still describes the model, or a new one. Those of another
         layout are dropped."""
-        if self._kept:
-            _, newest = self._kept[0]
+        known = self._kept  # read once: another thread may find one of the same model
+        if known:
+            _, newest = known[0]
             drop_restored_forwards((model, *newest.layout.parts))
-        changed = [kept.layout.changed_part(model) for _, kept in self._kept]
+        changed = [kept.layout.changed_part(model) for _, kept in known]
         if any(changed):
             log.debug("%s has changed: %s", type(model).__name__, changed)
-        self._kept = [entry for entry, part in zip(self._kept, changed, strict=True) if part is None]
-        for known_settings, kept in self._kept:
+        self._kept = known = [entry for entry, part in zip(known, changed, strict=True) if part is None]
+        for known_settings, kept in known:
             if known_settings == settings and kept.stands and kept.eager.is_current():
                 return kept
         created = create()
         if created.eager is not None:
-            self._kept = [(settings, created), *self._kept[: _MOST_KEPT - 1]]
+            self._kept = [(settings, created), *known[: _MOST_KEPT - 1]]
         return created
 
 

@@ -6,6 +6,7 @@ import gc
 import pickle
 import types
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch import compiled_layers
 from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
 from comfy_accel.accel.fingerprint.survey import KeptSurveys, survey
+from comfy_accel.accel.modules.snapshot import LayoutSnapshot
 from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.blocks import Wrapped
 from kit.code_swaps import attribute
@@ -379,6 +381,19 @@ def test_few_surveys_are_kept_and_none_of_a_model_that_was_made_otherwise(survey
     set_weight(block(model).first, "weight", torch.zeros(6, 4))
     look(model)
     assert len(KeptSurveys.get_or_create(model)._kept) == 1
+
+
+def test_another_thread_may_survey_the_model_meanwhile(surveys, monkeypatch):
+    model, own = Model(), LayoutSnapshot.changed_part
+
+    def interrupted(layout, model):
+        monkeypatch.setattr(LayoutSnapshot, "changed_part", own)
+        look(model, settings=replace(SETTINGS, min_repetitions=2))
+        return own(layout, model)
+
+    found = look(model)
+    monkeypatch.setattr(LayoutSnapshot, "changed_part", interrupted)
+    assert look(model) is found
 
 
 def wrapped_by_a_pack(function):
