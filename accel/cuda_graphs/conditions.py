@@ -102,8 +102,8 @@ class CaptureStopped(BaseException):
 class DryRun(TorchDispatchMode):
     """A mode to make the call in; afterwards `reason` says why it cannot be captured, None where it can.
 
-    It raises `Ended` before an operator that a graph would not repeat, or not on the right tensors, and leaves Python's
-    random numbers as they were. What happens between operators, in Python, is not seen here: see `check_model`.
+    It raises `CaptureStopped` before an operator that a graph would not repeat, or not on the right tensors. Python's
+    random numbers are left as they were. What happens between operators, in Python, is not seen (`check_model`).
 
     own: the weights and the inputs. The call may read these and what it makes, and write to what it makes only.
     device: where all of it must be, but for what is made on the CPU of numbers alone (`host_constants`).

@@ -428,7 +428,7 @@ print(making._process._running.pid, flush=True)
 names = "graph", "device", "sources", "libraries", "settings", "threads", "environment"
 job = dict.fromkeys(names) | {{"libraries": ["compiles"], "environment": {{}}, "threads": 1}}
 {begin}
-answer = making._process.ask(job | {{"switches": making.switches.in_force()}})
+answer = making._process.ask(job | {{"switches": making.switches.read_switches()}})
 while not os.path.exists({started!r}):
     time.sleep(0.1)
 {end}

@@ -35,7 +35,7 @@ def end(owner=1, failed=False):
 
 
 def test_no_run_is_no_record_and_one_that_fails_is_kept_as_failed(records):
-    assert records.last() is None and records.compiling() is None
+    assert records.last() is None and records.get_compilation() is None
     start()
     end(failed=True)
     assert records.last().failed
@@ -167,11 +167,11 @@ def test_what_another_thread_does_belongs_to_its_own_run(records):
 def test_what_is_being_compiled_can_be_seen_meanwhile(records):
     emit("compile_start", name="Block", key="x")
     emit("compiling", name="Block", number=2, of=5, stage="build", node="7")
-    now = records.compiling()
+    now = records.get_compilation()
     assert (now["name"], now["number"], now["of"], now["stage"]) == ("Block", 2, 5, "build")
     assert now["node"] == "7" and now["seconds"] >= 0
     emit("compile_failed", name="Block", key="x", reason=Reason("interrupted"), seconds=0.1)
-    assert records.compiling() is None
+    assert records.get_compilation() is None
 
 
 def graph():
