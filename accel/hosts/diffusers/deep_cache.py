@@ -126,7 +126,7 @@ class _Image:
         if timestep is None or has_gradients or not self._begin(timestep, model):
             return inner(*args, **kwargs)
         # Branches of guidance, and whether there is guidance, differ in their order and in these.
-        place, layout = self._calls, (model, [(name, _shapes_in(value)) for name, value in named.items()])
+        place, layout = self._calls, (model, [(name, _read_shapes(value)) for name, value in named.items()])
         self._calls += 1
         if self._run.skips and place < len(self._returned) and self._returned[place][0] == layout:
             self._is_held = True
@@ -247,6 +247,6 @@ def _names_of(kind: type[torch.nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-def _shapes_in(value: Any) -> Any:
+def _read_shapes(value: Any) -> Any:
     """An argument's shape; of a list of images, as Z-Image's, those of all: with guidance it has more."""
-    return list(map(_shapes_in, value)) if isinstance(value, (list, tuple)) else getattr(value, "shape", None)
+    return list(map(_read_shapes, value)) if isinstance(value, (list, tuple)) else getattr(value, "shape", None)
