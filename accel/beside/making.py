@@ -235,9 +235,7 @@ class _Process:
         """End it, in the middle of a job too."""
         running, self._running = self._running, None
         if running is not None:
-            with suppress(AttributeError, OSError):  # and compilers that it runs, of its group; Windows has none
-                os.killpg(running.pid, signal.SIGKILL)
-            running.kill()
+            _kill(running)
             running.wait()
 
     def _serve(self) -> None:
@@ -264,7 +262,7 @@ class _Process:
     def _send(self, job: bytes) -> Any:
         running = self._running = self._running or _begin()
         began, limit = time.monotonic(), max(LIMIT, 3 * self._longest)
-        watch = threading.Timer(limit, running.kill)
+        watch = threading.Timer(limit, _kill, [running])
         watch.daemon = True
         watch.start()
         running.stdin.write(job)
@@ -275,6 +273,12 @@ class _Process:
         watch.cancel()
         self._longest = max(self._longest, time.monotonic() - began)
         return answer
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with suppress(AttributeError, OSError):  # its group: the compilers that it runs; Windows has none
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _begin() -> subprocess.Popen:

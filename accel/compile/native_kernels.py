@@ -102,7 +102,7 @@ def embed_built_kernels(source: str, module: types.ModuleType) -> str:
         if library is None or library.suffix not in EXTENSION_SUFFIXES:
             continue
         packed = base64.b85encode(zlib.compress(library.read_bytes(), 9)).decode()
-        call = f"{name} = built_kernel({packed!r}, {library.suffix!r})\n"
+        call = f"{name} = load_kernel({packed!r}, {library.suffix!r})\n"
         lines[statement.lineno - 1 : statement.end_lineno] = [call.encode()]
         replaced = True
     if not replaced:

@@ -576,7 +576,7 @@ def test_registered_backend_compiles_blocks_and_says_where_its_compiler_is_missi
     assert toy.compiled == 1 and graph.save is None
     for size in [(1, 8, 8), (3, 5, 9)]:
         check(graph, weights, block, *conv_inputs(*size))
-    toy.missing = lambda device=None: Reason("compile_failed", error="no such compiler here")
+    toy.find_missing = lambda device=None: Reason("compile_failed", error="no such compiler here")
     with pytest.raises(CompileFailed, match="^no such compiler here$"):
         compiled(Broadcasts().eval(), INPUTS, backend="replays")
     assert toy.compiled == 1
