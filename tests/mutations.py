@@ -460,7 +460,7 @@ TABLE = r'''
 +            if code is None and any(map(code.may_read, names)):
 # block that hands back a copy of what it was given
 @ unit/test_block_runner.py::test_block_that_hands_back_what_it_was_given_hands_back_that_very_tensor
--return other if out is one else out
+-return new if out is old else out
 +return out
 # steps of several samplings taken for those of one
 @ unit/test_facts.py::test_skipping_says_how_much_or_why_none

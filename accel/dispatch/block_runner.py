@@ -38,24 +38,23 @@ from .lora import AddedWeights, add_updates
 from .resolver import BlocksRun, CodePending, GraphResolver, ResolvedGraph
 
 compiler_around = COMPILER_AROUND.get(lambda: None)
-"""What compiles the code that runs in this thread now; None where nothing does."""
+"""Gives the compiler that traces this thread's code; None where none does."""
 
 COMPILED, COMPARED = "compiled", "compared"
-"""Ways of a block's call: by its graph, and by both it and the block. The others are why it ran uncompiled."""
+"""How a call ran: by its graph, or by both graph and block. A call that ran uncompiled has its reason instead."""
 
 
 class NotReady(RuntimeError):
-    """A block would have to look up or compile its graph while a call of its model is captured."""
+    """A block has no compared graph at hand while a call of its model is captured."""
 
 
 class BlockRunner:
     """Stands in for one block's forward during model calls (a layer of `substitution`).
 
-    simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options do not reach
-        the compiler; it raises `RunEagerly` when they concern the block.
-    source: of the block's weights, where these are not in place.
-    outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
-        model's memory and freed outside, or the other way round.
+    simplify_options: replaces a dict among the arguments, which keeps a host's per-call options from the compiler;
+        raises `RunEagerly` when they concern the block.
+    source: brings the block's weights where they are not in place.
+    outside_recording: makes the context that keeps the call out of the host's record of the model's memory.
     """
 
     for_own_alone = True
@@ -81,22 +80,20 @@ class BlockRunner:
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.ways: set[str | Reason | None] = set()
-        """How calls were made, since somebody has cleared it, that those like them are made like as well. None:
-        uncompiled for the rest of the run, for a reason that the first of them told."""
+        """How calls have run since this was last cleared. None: uncompiled for the rest of the run."""
         self.observer: BlockObserver | None = None
         """Set while whole model calls are captured."""
         self.code: CurrentCode | None = None
-        self.instead: BlockRunner | Reason | None = None
-        """What runs the block under code that its own region was not surveyed with, or why it runs eagerly there; None
-        under its own. Set, as `code` is, on the runner that is in place."""
+        self.replacement: BlockRunner | Reason | None = None
+        """Runs the block while code differs from what its region was surveyed with, or says why it runs eagerly."""
         self._passing: object = None
         self._for_functions: dict[tuple[tree_spec.Function, ...], BlockRunner] = {}
         self._pending: Pending | None = None
-        """Code that is still being made: calls that no graph runs wait for it, uncompiled."""
-        self._left: Reason | None = None
+        """Code that is still being made; until it is done, calls without a graph run uncompiled."""
+        self._eager_reason: Reason | None = None
         """Why the block runs eagerly for the rest of the run."""
-        self.why: Reason | None = None
-        """Why there was no graph for a call, last."""
+        self.no_graph_reason: Reason | None = None
+        """Why the latest call without a graph had none."""
 
     @property
     def kind(self) -> kinds.Kind:
@@ -127,11 +124,11 @@ class BlockRunner:
             if code.needs_comparison(self._region.block, again):
                 code.compare(self._region.block, again)
             self._passing = code.passing
-            if self.instead is not None:
-                return self._call_instead(self.instead, inner, args, kwargs)
+            if self.replacement is not None:
+                return self._call_replacement(self.replacement, inner, args, kwargs)
         if self._calls_layers:
             opaque_layers.begin(self._region.block)
-        match = self._inline.match(args, kwargs, self._is_captured) if self._lora is None or self._is_bare() else None
+        match = self._inline.match(args, kwargs, self._is_captured) if self._has_no_lora() else None
         if match is None:
             return self._call_unmatched(inner, args, kwargs)
         resolved, guard, tensors, given = match
@@ -149,84 +146,82 @@ class BlockRunner:
         del match, tensors, given  # the block may bring its weights itself
         return self._run_after_failure(self._describe(inner, args, kwargs), resolved, failure)
 
-    def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if isinstance(other, Reason):
-            return self._run_eagerly(self._describe(inner, args, kwargs), other)
-        other.observer, other.ways, before = self.observer, self.ways, other.eager_calls
+    def _call_replacement(self, runner: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict) -> Any:
+        if isinstance(runner, Reason):
+            return self._run_eagerly(self._describe(inner, args, kwargs), runner)
+        runner.observer, runner.ways, eager_before = self.observer, self.ways, runner.eager_calls
         try:
-            return other(inner, *args, **kwargs)
+            return runner(inner, *args, **kwargs)
         finally:
-            self.eager_calls += other.eager_calls - before
+            self.eager_calls += runner.eager_calls - eager_before
 
-    @torch.compiler.assume_constant_result  # what traces this runs it once, and leaves it out
+    @torch.compiler.assume_constant_result  # a tracer runs it once, and leaves it out
     def _leave_to_others(self) -> None:
         fallbacks.note(self.kind.name, Reason("compiled_around"), how="without Accel")
 
     @property
     def _is_captured(self) -> bool:
-        """Whether the call is one of those that will be captured."""
+        """Whether calls like this one may be captured later."""
         return self.observer is not None and self.observer.may_capture
 
     @property
     def _is_capturing(self) -> bool:
         return self.observer is not None and self.observer.capturing
 
-    def _is_bare(self) -> bool:
+    def _has_no_lora(self) -> bool:
         """Whether nothing is added to the weights in this call."""
         try:
-            return not self._lora.read()
+            return self._lora is None or not self._lora.read()
         except RunEagerly:
             return False
 
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call that no guard matched."""
-        call, refusal, found = self._describe(inner, args, kwargs), None, None
-        if self._left is not None:
+        call, refusal, graph = self._describe(inner, args, kwargs), None, None
+        if self._eager_reason is not None:
             self.ways.add(None)
-            return self._run_eagerly(call, self._left)
+            return self._run_eagerly(call, self._eager_reason)
         try:
             if self._pending is not None and not self._pending.is_done:
                 raise CodePending(self._pending)
-            found = self._find(call)
-        except Refusal as why:
-            refusal = strip_frames(why)
+            graph = self._find_graph(call)
+        except Refusal as error:
+            refusal = strip_frames(error)
         if isinstance(refusal, NoGraph):
             return self._run_without_graph(call, refusal)
         if isinstance(refusal, CodePending):
-            return self._wait(call, refusal)
+            return self._run_while_pending(call, refusal)
         if refusal is not None:
             return self._run_eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
-        if isinstance(found, BlockRunner):
-            return self._call_instead(found, inner, args, kwargs)
-        if found is None:
+        if isinstance(graph, BlockRunner):
+            return self._call_replacement(graph, inner, args, kwargs)
+        if graph is None:
             self.ways.add(None)
-            return self._run_eagerly(call, self.why)
-        return self._run(call, found)
+            return self._run_eagerly(call, self.no_graph_reason)
+        return self._run(call, graph)
 
-    def _wait(self, call: Call, why: CodePending) -> Any:
-        """Run a call eagerly whose code is still being made; a later one like it may run compiled."""
+    def _run_while_pending(self, call: Call, refusal: CodePending) -> Any:
+        """Run a call eagerly while its code is made; a later one like it may run compiled."""
         if self._is_capturing:
             raise NotReady(f"{self.kind.name} ({self._region.path}) has no code yet")
-        self._pending = why.pending
+        self._pending = refusal.pending
         tell_if_late()
         self.ways.add(COMPARED)
         if self.observer is not None:
             self.observer.is_stable = False
-        return self._run_eagerly(call, why.reason)
+        return self._run_eagerly(call, refusal.reason)
 
     def _describe(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-        settings = self._blocks_run.settings
-        call = Call(self.kind, backend=settings.backend, any_size=settings.any_size)
-        call.inner, call.args, call.kwargs = inner, args, kwargs
-        return call
+        run = self._blocks_run.settings
+        return Call(self.kind, backend=run.backend, any_size=run.any_size, inner=inner, args=args, kwargs=kwargs)
 
-    def _find(self, call: Call) -> ResolvedGraph | BlockRunner | None:
-        """The graph for the call, which then has the weights that it takes; the runner that calls with the functions
-        among its arguments have; None where it runs eagerly. Raises Refusal: no graph may run it."""
+    def _find_graph(self, call: Call) -> ResolvedGraph | BlockRunner | None:
+        """The call's graph, with its weights taken into the call; a runner for calls with functions like this one's;
+        None where it runs eagerly. Raises Refusal: no graph may run it."""
         try:
             call.spec = tree_spec.flatten((call.args, call.kwargs), call.given, self._simplify, functions=True)
-        except tree_spec.UnsupportedArgument as why:
-            raise Refusal(Reason("unsupported_argument", what=str(why))) from None
+        except tree_spec.UnsupportedArgument as error:
+            raise Refusal(Reason("unsupported_argument", what=str(error))) from None
         functions = tree_spec.functions_in(call.spec)
         if functions and self._region.given is None:
             return self._runner_for(functions)
@@ -237,19 +232,19 @@ class BlockRunner:
         return resolved
 
     def _runner_for(self, functions: tuple[tree_spec.Function, ...]) -> BlockRunner:
-        """What runs calls with these functions, whose code counts. Raises Refusal."""
+        """The runner of calls with these functions, whose code is part of its graphs. Raises Refusal."""
         refusal = Refusal(Reason("unsupported_argument", what="a function"))
         if self._blocks_run.make is None:
             raise refusal
         try:
             region = self._region.specialize_for_functions(functions)
-        except Indescribable as why:
-            log.debug("%s is called with a function that is not compiled: %s", self.kind.name, why)
+        except Indescribable as error:
+            log.debug("%s is called with a function that is not compiled: %s", self.kind.name, error)
             raise refusal from None
-        known = self._for_functions.get(functions)
-        if known is None or known._region is not region:
-            known = self._for_functions[functions] = self._blocks_run.make(region)
-        return known
+        runner = self._for_functions.get(functions)
+        if runner is None or runner._region is not region:
+            runner = self._for_functions[functions] = self._blocks_run.make(region)
+        return runner
 
     def _take_weights(self, call: Call) -> None:
         verdict = self._inline.verdict(call, self._is_captured)
@@ -314,13 +309,13 @@ class BlockRunner:
         return self._run_after_failure(call, resolved, failure)
 
     def _is_compared(self, resolved: ResolvedGraph) -> bool:
-        """Whether the block itself runs in the call too, or in turns: for its shape, or once for the last of a kind."""
+        """Whether the block runs beside its graph, or they take turns: for a new shape, and once for a kind's last."""
         known = resolved.benchmarks
         is_last = self._region.is_last and known is not None and not known.is_last_compared and known.wrong is None
         return resolved.is_compared or is_last
 
     def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:
-        """Run the graph for the call; what it writes to its inputs is written to those that were given."""
+        """The graph's output; what it writes to its inputs is written to the given tensors too."""
         weights = call.weights or add_updates(self._weights.take(call.inputs), call.added)
         call.in_graph = True
         out = graph.run((*weights, *call.inputs))
@@ -331,7 +326,7 @@ class BlockRunner:
 
     def _run_without_graph(self, call: Call, refusal: NoGraph) -> Any:
         """Run the call eagerly after there was no graph for it."""
-        self.why = refusal.reason
+        self.no_graph_reason = refusal.reason
         try:
             out = self._run_eagerly(call)
         except BaseException:
@@ -345,9 +340,11 @@ class BlockRunner:
         return out
 
     def _failure_of(self, error: Exception, in_graph: bool) -> Failure | Reason:
-        """Why a call failed; raises the error again where it stops the run, or ends a capture. in_graph: the graph ran,
-        and is to blame unless others' code in it is."""
-        if isinstance(error, RunEagerly):  # weights that could not be taken once more, which says nothing of it
+        """Why a call failed; raises the error again where it stops the run, or ends a capture.
+
+        in_graph: the graph ran, and is to blame unless others' code in it is.
+        """
+        if isinstance(error, RunEagerly):  # the weights could not be taken again: not the graph's fault
             return error.reason
         pass_on(error, self._blocks_run.interrupts)
         if self._is_capturing:
@@ -367,7 +364,7 @@ class BlockRunner:
             resolved.benchmark.done = True  # without a verdict
         out, reason = self._run_eagerly(call), Reason("graph_failed", error=failure.error)
         if not failure.is_own and not failure.is_shortage:  # may fail in each call, which would run it twice
-            reason = self._left = Reason("failed_beside_graph", error=failure.error)
+            reason = self._eager_reason = Reason("failed_beside_graph", error=failure.error)
         elif not failure.is_shortage:
             cache, graph = self._blocks_run.cache, resolved.graph
             cache.drop_graph(resolved.entry, graph)  # by other blocks too, which would find out one by one
@@ -377,7 +374,7 @@ class BlockRunner:
         return out
 
     def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:
-        """The call run both ways, or in its turn one way where others' code is in there, which must not run twice."""
+        """The output of graph and block compared, or of one in turn where others' code in them must not run twice."""
 
         def eager():
             resolved.counter.hits -= 1  # counted before it was known whose turn it is
@@ -396,16 +393,14 @@ class BlockRunner:
         return out
 
     def _run_both_ways(self, call: Call, resolved: ResolvedGraph, pattern: Pattern) -> Any:
-        """The graph's output; the block has copies of the inputs that it changes, which are compared too."""
+        """The graph's output, compared with the block's; inputs that they change are copied, and compared too."""
         known, benchmark, changes = resolved.benchmarks, resolved.benchmark, resolved.graph.facts.changed
         given, draw_again = call.given, draws_again(call.device)
         # Of what was given, since code may write to a dense input and to a copy of another (`x.contiguous().mul_(2)`),
         # or the other way round (`x.t().reshape(-1).mul_(2)`).
         copies = [copy_with_strides(tensor) if index in changes else tensor for index, tensor in enumerate(call.given)]
         before = [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
-        strided = [
-            index for index, tensor in enumerate(call.inputs) if tensor is not given[index] and index not in changes
-        ]
+        strided = [i for i, tensor in enumerate(call.inputs) if tensor is not given[i] and i not in changes]
         types = {spec.dtype for spec in resolved.entry.key.inputs}
 
         def difference(out: Any, expected: Any) -> float | None:
@@ -439,7 +434,7 @@ class BlockRunner:
         return out
 
     def _run_eagerly(self, call: Call, reason: Reason | None = None, is_trouble: bool = False) -> Any:
-        """Run the call eagerly, which brings its weights itself; reason: is noted first."""
+        """Run the call eagerly, which brings its weights itself; the reason is noted first."""
         if reason is not None:
             self._note(reason, is_trouble)
         call.weights = ()
@@ -455,7 +450,7 @@ class BlockRunner:
 
 
 def _copy_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
-    """The output with the tensor that was given where it has the copy that was written to; its values are copied."""
+    """The output with the given tensor in place of its copy, whose values the given one gets."""
     if written is given:
         return out
     if not is_expanded(given):  # else nobody has written to it, and which inputs change may not be known
@@ -463,8 +458,8 @@ def _copy_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
     return _replace_in_output(out, written, given)
 
 
-def _replace_in_output(out: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
-    """The output with one tensor in another's place: a block that hands back what it was given hands back that one."""
+def _replace_in_output(out: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """The output with the new tensor wherever it has the old one."""
     if type(out) in (tuple, list):
-        return type(out)(_replace_in_output(part, one, other) for part in out)
-    return other if out is one else out
+        return type(out)(_replace_in_output(part, old, new) for part in out)
+    return new if out is old else out

@@ -181,7 +181,7 @@ class CurrentCode:
             self._between = True  # the wrappers run there, and `begin` has not seen this survey
         blocks = {} if known is None else known.blocks
         for region, runner in self._placed:
-            runner.instead = None if known is self._first else blocks.get(region.block, otherwise)
+            runner.replacement = None if known is self._first else blocks.get(region.block, otherwise)
 
     def _survey_model(self) -> Survey | None:
         """The model as it is now; None where it cannot be surveyed, as where code of others raises."""

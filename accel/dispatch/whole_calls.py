@@ -87,7 +87,7 @@ class WholeCalls:
                 slow = Reason("host_bound_without_graphs", slow=slow)
             for block, reason in used.left.items():
                 runner = self.runners[block]
-                name, why = (self._name, slow) if is_bare else (runner.kind.name, reason or runner.why)
+                name, why = (self._name, slow) if is_bare else (runner.kind.name, reason or runner.no_graph_reason)
                 if used.passes and why is not None:
                     fallbacks.note(name, why, calls=used.passes)
         return sum(used.passes * len(used.left) for used in self._made.values())
