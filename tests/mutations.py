@@ -338,7 +338,7 @@ TABLE = r'''
 -        torch.is_deterministic_algorithms_warn_only_enabled(),
 # graph run though the types of weights have changed
 @ unit/test_inline_cache.py::test_weights_that_are_others_are_noticed_in_mid_run_and_in_the_next
--        if not block.check_weights(*weights):
+-        if not block_guard.check_weights(*weights):
 -            return None
 # survey kept though a weight is stored otherwise
 @ unit/test_kept_surveys.py::test_whatever_a_survey_rests_on_is_noticed_when_it_changes

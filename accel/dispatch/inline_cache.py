@@ -1,9 +1,8 @@
 """Which graph runs a call of one block, remembered from earlier calls like it.
 
-Most calls are like one that a block of the kind had, in this run or an earlier one. These are matched by guards on the
-arguments, in microseconds: how the call is made, what the host's options say, types, devices, sizes and strides of
-weights and inputs, the mode torch is in, and whether a changed input shares its memory. Other calls are described first
-(`tree_spec`) and looked up.
+Most calls are like an earlier one of the block's kind. Guards match these in microseconds, by arguments, host options,
+layouts of weights and inputs, torch's mode, and whether a changed input shares its memory. Other calls are described
+first (`tree_spec`) and looked up.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from ..signature.tree_spec import UnsupportedArgument
 from .resolver import ResolvedGraph
 
 _MAX_CALLS = 1024
-"""Sizes of one way of calling a kind that are remembered; more than people take turns between."""
+"""Sizes remembered for each signature of a kind; nobody takes turns between more."""
 
 _MAX_GUARDS_MADE = 8
-"""Guards made for one call shape in a run: some never match."""
+"""Guards made for one graph in a run: some never match."""
 
 
 def _weight_layouts(call: Call) -> tuple:
@@ -40,13 +39,12 @@ def _weight_layouts(call: Call) -> tuple:
 
 
 class KnownCalls:
-    """What runs have found of the calls of one kind's blocks, for their next calls and runs.
+    """The graphs that earlier calls of one kind's blocks had, and the guards that recognise such calls.
 
-    graphs: by the structure of the call and the layouts of the weights, and then as `CallSignature` has them. blocks:
-    what recognises the calls of each, by path.
+    graphs: by call structure and weight layouts, then as for `CallSignature`. blocks: guards by the block's path.
 
-    It lasts as long as the survey (`SurveyContext.calls`), and is cleared when a graph leaves the cache: it keeps none
-    alive. Guards ask for all else that may have changed; what a run is refused is asked anew in each.
+    It lasts as long as the survey (`SurveyContext.calls`), and is cleared when a graph leaves the cache. Guards check
+    all else that may have changed; refusals last for one run.
     """
 
     def __init__(self, cache: GraphCache):
@@ -55,10 +53,10 @@ class KnownCalls:
         cache.listeners[self] = None
 
     @classmethod
-    def get_or_create(cls, region: Region, cache: GraphCache, *how: Hashable) -> KnownCalls:
-        """Those of a block's kind in runs over this cache. how: what else the graphs that run its calls depend on."""
-        alone = region.path if region.calls_layers else None  # what runs in there may be others' code in this block
-        key = (cache, region.kind.digest, alone, *how)
+    def get_or_create(cls, region: Region, cache: GraphCache, *conditions: Hashable) -> KnownCalls:
+        """The known calls of a block's kind over this cache. conditions: what else their graphs depend on."""
+        own_path = region.path if region.calls_layers else None  # other programs' code may run in this block's layers
+        key = (cache, region.kind.digest, own_path, *conditions)
         return region.context.calls.get(key) or region.context.calls.setdefault(key, cls(cache))
 
     def clear(self) -> None:
@@ -67,9 +65,9 @@ class KnownCalls:
 
 
 class GraphGuard(InputGuard):
-    """Recognises the inputs (not yet dense) of later calls like one that a graph runs, of any block of the kind.
+    """Recognises the inputs (not yet dense) of calls that a graph runs, of any block of the kind.
 
-    counter: of these calls. copied: where the graph's inputs are copies of those that it writes to.
+    counter: counts these calls. copied: indices of the inputs that the graph writes to as copies.
     """
 
     def __init__(self, call: Call, resolved: ResolvedGraph):
@@ -83,7 +81,7 @@ class GraphGuard(InputGuard):
         self._pairs = pairs(changed, [extent(tensor) for tensor in given]) if changed else []
         self._graph = resolved.graph
         self.fast_run: Run | None = self._run_watched
-        """Runs the graph with what it takes, faster than `graph.run`; None where nothing does."""
+        """Runs the graph faster than `graph.run`; None where nothing does."""
 
     def _run_watched(self, tensors: Sequence[torch.Tensor]) -> Any:
         facts = self._graph.facts
@@ -92,7 +90,7 @@ class GraphGuard(InputGuard):
         return out
 
     def prepare_inputs(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """What the graph takes for the inputs of such a call; None where the call may need another graph."""
+        """The graph's inputs, made dense; None where the call may need another graph."""
         if self._pairs and overlap(given, self._pairs):
             return None
         if not self._strided:
@@ -104,7 +102,7 @@ class GraphGuard(InputGuard):
 
 
 class BlockGuard(CallSignatures):
-    """What recognises the calls of one block: its weights, the layouts that these have, and the ways it is called."""
+    """Recognises the calls of one block, by its weights and signatures. layouts: of the weights."""
 
     def __init__(self, weights: Sequence[torch.Tensor], layouts: tuple, replace: Callable[[dict], Any] | None):
         super().__init__(replace)
@@ -115,8 +113,10 @@ class BlockGuard(CallSignatures):
 class InlineCache:
     """The graphs of one block by call in one run; None for a call that runs eagerly.
 
-    path: the block's. cache: where the graphs are; once one leaves it, this run asks for each anew. weights: the
-        block's. replace: as for `CallSignatures`. known: of all runs. lease: of this one.
+    captured, in its methods: the call may be captured later, and other timings decide.
+
+    path, weights: the block's. cache: holds the graphs; once one leaves it, this run looks up each again.
+    replace: as for `CallSignatures`. known: from all runs. lease: this run's.
     """
 
     def __init__(
@@ -128,43 +128,35 @@ class InlineCache:
         known: KnownCalls,
         lease: Lease | None = None,
     ):
-        self._path, self._cache = path, cache
-        self._weights = weights
+        self._path, self._cache, self._weights, self._replace = path, cache, weights, replace
         # As WeightSlots.take reads them, but without a call and a list for it.
         self._slots = (weights.holders, weights.names) if type(weights) is WeightSlots and not weights.forms else None
-        self._replace = replace
         self._known, self._lease = known, lease
         self._usable: set[ResolvedGraph] = set()
-        """The known graphs that this run has asked for, and leased."""
+        """Known graphs that are leased to this run."""
         self._eager: dict[tuple, Reason | None] = {}
-        """Calls of the block that run eagerly: by call and weights those without a graph, by call alone those of which
-        the graph is not the one to run, and why."""
+        """Calls that run eagerly: by call and weights without a graph, by call alone where its verdict says so."""
         self._guards_made: Counter[ResolvedGraph] = Counter()
         self._generation = cache.generation
 
     def match(
         self, args: tuple, kwargs: dict[str, Any], captured: bool
     ) -> tuple[ResolvedGraph, GraphGuard, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
-        """The graph that runs a call like this one, the guard that recognised it, what the graph takes now, and the
-        inputs as they were given; None where there is none.
-
-        captured: as in `find`.
-        """
-        if self._generation != self._cache.generation:
-            self._ask_anew()
-        block = self._known.blocks.get(self._path)
+        """A known graph for the call, its guard, the tensors it takes, and the inputs as given; None without one."""
+        self._drop_outdated()
+        block_guard = self._known.blocks.get(self._path)
         try:
-            found = None if block is None else block.match(args, kwargs, captured)
-            if found is None:
+            match = None if block_guard is None else block_guard.match(args, kwargs, captured)
+            if match is None:
                 return None
-            resolved, guard, given = found
+            resolved, guard, given = match
             slots = self._slots
             weights = self._weights.take(given) if slots is None else tuple(map(getitem, *slots))
         except (RunEagerly, UnsupportedArgument):
             return None  # raised again when the call is described
-        if not block.check_weights(*weights):
+        if not block_guard.check_weights(*weights):
             return None
-        if (block.wants_gradients or guard.wants_gradients) and torch.is_grad_enabled():
+        if (block_guard.wants_gradients or guard.wants_gradients) and torch.is_grad_enabled():
             return None
         if resolved not in self._usable and (resolved.verdict is not None or not self._may_use(resolved)):
             return None
@@ -172,19 +164,12 @@ class InlineCache:
         return None if inputs is None else (resolved, guard, (*weights, *inputs), given)
 
     def verdict(self, call: Call, captured: bool) -> Reason | None:
-        """Why calls like this one do without their graph, where that is known before the weights are taken.
-
-        captured: as in `find`.
-        """
+        """Why calls like this one do not run their graph; None where that is unknown before the weights are taken."""
         return self._eager.get((call.spec, layouts_of(call.given), captured))
 
     def find(self, call: Call, captured: bool = False) -> tuple[bool, ResolvedGraph | None]:
-        """Whether something was added for calls like this one, and what; from then on guards match them.
-
-        captured: the call is one of those that will be captured, for which other times count.
-        """
-        if self._generation != self._cache.generation:
-            self._ask_anew()
+        """Whether something was added for calls like this one, and what; from then on guards match them."""
+        self._drop_outdated()
         layouts, weights = layouts_of(call.given), _weight_layouts(call)
         if (call.spec, layouts, captured, weights) in self._eager:
             return True, None
@@ -201,11 +186,10 @@ class InlineCache:
 
     def _guard(self, call: Call, resolved: ResolvedGraph, weights: tuple, graphs: dict[tuple, ResolvedGraph]) -> None:
         """Have guards match calls like this one, of this block, and of those whose weights are laid out alike."""
-        known, path = self._known, self._path
-        block = known.blocks.get(path)
-        if block is None or block.layouts != weights or not block.check_weights(*call.weights):
-            block = known.blocks[path] = BlockGuard(call.weights, weights, self._replace)
-        signature = block.signature_of(call.args, call.kwargs, call.spec, call.given, graphs)
+        block_guard = self._known.blocks.get(self._path)
+        if block_guard is None or block_guard.layouts != weights or not block_guard.check_weights(*call.weights):
+            block_guard = self._known.blocks[self._path] = BlockGuard(call.weights, weights, self._replace)
+        signature = block_guard.signature_of(call.args, call.kwargs, call.spec, call.given, graphs)
         guard = GraphGuard(call, resolved)
         for captured in filter(resolved.serves, (False, True)):
             signature.add(resolved, guard, call.given, captured)
@@ -226,21 +210,22 @@ class InlineCache:
 
     def clear(self) -> None:
         self._known.clear()
-        self._ask_anew()
+        self._generation = -1
+        self._drop_outdated()
 
-    def _ask_anew(self) -> None:
-        self._generation = self._cache.generation
-        self._usable.clear()
-        self._eager.clear()
+    def _drop_outdated(self) -> None:
+        """Look up every graph again once one has left the cache."""
+        if self._generation != self._cache.generation:
+            self._generation = self._cache.generation
+            self._usable.clear()
+            self._eager.clear()
 
     def _may_use(self, resolved: ResolvedGraph) -> bool:
-        """Whether this run may use what this or another has found, and would find now; its entry is then leased."""
-        if resolved in self._usable:
-            return True
-        entry, lease = resolved.entry, self._lease
-        is_there = entry.has(resolved.graph) and (
-            (lease is not None and lease.has(entry)) or self._cache.get(entry.key, lease) is entry
-        )
-        if is_there:
+        """Whether the graph is still in the cache; its entry is then leased to this run."""
+        if resolved not in self._usable:
+            entry, lease = resolved.entry, self._lease
+            is_leased = lease is not None and lease.has(entry)
+            if not entry.has(resolved.graph) or not (is_leased or self._cache.get(entry.key, lease) is entry):
+                return False
             self._usable.add(resolved)
-        return is_there
+        return True

@@ -41,17 +41,17 @@ Read = Sequence[tuple[str, Sequence[str]]]
 """Settings of a block's parts: (path, names)."""
 
 _NOT_COPIED = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-"""What a deep copy has as it is, wherever it refers to it."""
+"""What a deep copy shares with its original."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of block.
+    """A kind of block, equal for blocks that share graphs.
 
-    name: for people. digest: for equality. weights: the names of its parameters and buffers.
-    forms: how those of classes of their own are stored; a graph takes the plain tensors in them (`stored_form`).
+    name: for people. digest: of code, settings and weights' layouts. weights: the names of its parameters and buffers.
+    forms: how weights of tensor subclasses are stored; a graph takes the plain tensors in them (`stored_form`).
     varying: (tensor, dimension) pairs whose size differs between blocks of the kind, which are dynamic in graphs.
-    sources, opaque: what else its code depends on, for graphs that outlive this process (`CodeHash`).
+    sources, opaque: what else its code depends on, for saved graphs (`CodeHash`).
     """
 
     name: str
@@ -64,17 +64,16 @@ class Kind:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of the plain tensors that its graphs take for its weights, in order."""
+        """The names of the plain tensors that its graphs take as weights, in order."""
         return _tensor_names(self.weights, self.forms)
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The key of one compiled graph.
+    """The key of one compiled graph. Seeds, sigmas and LoRA strength are no part of it: they change values alone.
 
-    call: its structure without values (`tree_spec.remove_values`), for which few graphs of one key are kept.
+    call: its structure without values (`tree_spec.remove_values`), which a few graphs of one key differ in.
     inputs: the block's weights, then the call's tensors. sizes: of these; None for a graph that serves any size.
-    Sigma, seeds, uuids and LoRA strength are not part of it, because only values depend on them.
     """
 
     kind: Kind
@@ -88,12 +87,10 @@ class GraphKey:
 class Description:
     """A block's code, settings and weights: all that decides its kind.
 
-    digest: of everything except the shapes of its plain weights. shapes: of the plain tensors in its weights; () for
-        each in a weight of a class of its own.
-    forms: of its weights, as of a kind.
-    code: the hash of its code; the dict keys that it may read are among the strings.
-    read: the settings of its parts that count, (path, names); notes: where the values in them were found.
-    numbers: the settings of its parts that are numbers, (path, name, value), whether its code reads them or not.
+    digest: of everything except the shapes of its plain weights. shapes: of these; () for a tensor in a subclass.
+    weights, forms: as of a kind. code: the hash of its code; the dict keys that it may read are among the strings.
+    read: the settings of its parts that its code reads, (path, names). notes: where their values were found.
+    numbers: (path, name, value) of the settings that are numbers, read or not.
     """
 
     name: str
@@ -114,20 +111,14 @@ class Description:
 
 @dataclass(frozen=True)
 class WeightSlots:
-    """The dicts with a block's parameters and buffers, read at every call so that replaced ones are seen.
-
-    The `WeightSource` of weights in place.
-    """
+    """The `WeightSource` of weights in place: the dicts that hold them, read at every call to see new ones."""
 
     holders: tuple[dict[str, torch.Tensor], ...]
     names: tuple[str, ...]
     forms: Forms = ()
 
     def take(self, inputs: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The plain tensors that the weights are made of now.
-
-        Raises RunEagerly: a weight is stored in another form than it was.
-        """
+        """The plain tensors in the weights now. Raises RunEagerly: a weight is stored in another form than it was."""
         weights = list(map(operator.getitem, self.holders, self.names))
         return stored_form.plain(weights, self.forms) if self.forms else weights
 
@@ -145,7 +136,7 @@ def describe(
     """The description of the block as it is now, with its weights' dtypes and layouts, not their values or devices.
 
     reader: shared by the blocks of one survey. wraps: recognises the wrappers to leave out.
-    wrapped: of the block, whose own forward alone counts. notes: to be filled, also where nothing can be described.
+    wrapped: the wrappers around its forward, also left out. notes: are filled, even where it raises.
     Raises Indescribable: with the path of what cannot be described.
     """
     reader = reader or CodeReader()
@@ -168,8 +159,8 @@ def describe(
     for (path, module), attributes in zip(parts, state, strict=True):
         settings.append((path, tuple(sorted(attributes))))
         cls = type(module)
-        own = [(name, attributes[name].described) for name in sorted(attributes) if attributes[name].is_own]
-        digest.update(repr((path, cls.__module__, cls.__qualname__, own)).encode())
+        described = [(name, attributes[name].described) for name in sorted(attributes) if attributes[name].is_own]
+        digest.update(repr((path, cls.__module__, cls.__qualname__, described)).encode())
     names, forms, shapes = [], [], []
     for name, tensor, form in weights:
         names.append(name)
@@ -199,10 +190,7 @@ def _read(
     references: References,
     wrapped: WrappedForward | None,
 ) -> tuple[CodeHash, list[dict[str, Attribute]]]:
-    """The code that the parts of a block run, and of each part the settings that this code reads, by name.
-
-    It does not read the others: the block's index in the model, what a host or another program leaves there.
-    """
+    """The code that the parts of a block run, and of each part the settings that this code reads, by name."""
     state: list[dict[str, Attribute]] = [{} for _ in parts]
     settings = [settings_of(module) for _, module in parts]
     inside = None if wrapped is None else (wrapped.owner, wrapped.own)
@@ -211,8 +199,8 @@ def _read(
     while True:  # what a setting refers to is code that may read more of them
         code = references.reader.read(frozenset(classes | references.classes), references.functions, inside)
         found = False
-        for (path, module), of_part, described in zip(parts, settings, state, strict=True):
-            for name, _ in of_part:
+        for (path, module), part_settings, described in zip(parts, settings, state, strict=True):
+            for name, _ in part_settings:
                 if name not in described and (name == "training" or code.may_read(name)):
                     described[name], found = attribute(module, path, name, references), True
         if not found:
@@ -236,10 +224,7 @@ def _describe_layout(tensor: torch.Tensor) -> tuple:
 def _describe_stored(
     tensor: torch.Tensor, form: StoredForm | None, name: str, references: References, read: frozenset[str]
 ) -> tuple:
-    """What describes a weight of a class of its own: its form, and the tensors in it, sizes included.
-
-    read: the attributes that the block's code may read.
-    """
+    """The form of a weight of a tensor subclass, and its inner tensors with their sizes. read: by the block's code."""
     if form is None:
         return (*_describe_layout(tensor), tuple(tensor.shape))
     context = form.context
@@ -250,8 +235,8 @@ def _describe_stored(
     except Indescribable as reason:
         raise Indescribable(f"{name} holds {reason}") from None
     inner = [
-        (part, _describe_stored(getattr(tensor, part), of, f"{name}.{part}", references, read))
-        for part, of in form.parts
+        (part, _describe_stored(getattr(tensor, part), inner_form, f"{name}.{part}", references, read))
+        for part, inner_form in form.parts
     ]
     return (form.cls.__module__, form.cls.__qualname__, form.shape, form.stride, context, inner, *form.factors)
 
@@ -284,8 +269,8 @@ def kinds_of(
 
     groups = [group(description.structure, description.numbers) for description in descriptions]
     shapes_of: dict[tuple, set[tuple[torch.Size, ...]]] = {}
-    for of, description in zip(groups, descriptions, strict=True):
-        shapes_of.setdefault(of, set()).add(description.shapes)
+    for key, description in zip(groups, descriptions, strict=True):
+        shapes_of.setdefault(key, set()).add(description.shapes)
     for block in model:
         named = list(wrapped_layers.weights(block, wraps))
         if any(type(tensor) not in PLAIN_TENSORS for _, tensor in named):
@@ -293,33 +278,33 @@ def kinds_of(
         shapes = tuple(tensor.shape for _, tensor in named)
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
         shapes_of.setdefault(group(structure, _numbers(wrapped_layers.modules(block, wraps))), set()).add(shapes)
-    return [_kind(description, shapes_of[of]) for description, of in zip(descriptions, groups, strict=True)]
+    return [_make_kind(description, shapes_of[key]) for description, key in zip(descriptions, groups, strict=True)]
 
 
 def _structure(name: str, weights: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> tuple:
     return (name, weights, tuple(len(shape) for shape in shapes))
 
 
-def _kind(description: Description, members: Iterable[tuple[torch.Size, ...]]) -> Kind:
-    """The kind of a block; members: the shapes of it and of all that differ from it in these at most."""
+def _make_kind(description: Description, members: Iterable[tuple[torch.Size, ...]]) -> Kind:
+    """The kind of a block; members: the shapes in all blocks of the kind."""
     varying = [
         (index, dimension)
-        for index, sizes in enumerate(zip(*members, strict=True))
-        for dimension, of_members in enumerate(zip(*sizes, strict=True))
-        if len(set(of_members)) > 1
+        for index, shapes in enumerate(zip(*members, strict=True))
+        for dimension, sizes in enumerate(zip(*shapes, strict=True))
+        if len(set(sizes)) > 1
     ]
     sizes = [
         [None if (index, dimension) in varying else size for dimension, size in enumerate(shape)]
         for index, shape in enumerate(description.shapes)
     ]
-    full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
     code, at = description.code, 0
     for form in description.forms:
         at += 1 if form is None else len(form.names)
         if form is not None and form.factors:  # over which dimensions these are summed, no form says
             varying += [(at - 2, 1), (at - 1, 0)]
     names, forms = description.weights, description.forms
-    return Kind(description.name, full, names, tuple(varying), code.sources, code.opaque, forms)
+    return Kind(description.name, digest, names, tuple(varying), code.sources, code.opaque, forms)
 
 
 def weight_slots(
@@ -344,13 +329,11 @@ def template_of(
 ) -> torch.nn.Module:
     """An independent copy of the block with its weights on the meta device: code and settings without memory.
 
-    wraps: recognises the wrappers, which the copy replaces by their layers. read: its description's; what is not plain
-        among the other settings is left out, so that no graph is made of code that reads it after all. wrapped: of the
-        block; the copy has the forward inside.
+    wraps: recognises the wrappers, which the copy replaces by their layers. read: its description's; other settings
+        are left out unless they are plain, so that no code reads them after all. wrapped: gives the forward inside.
     """
-    memo: dict[int, Any] = {}
     unread = [] if read is None else list(_find_unread_settings(block, wraps, dict(read)))
-    memo.update((id(value), None) for _, _, value in unread if not isinstance(value, _NOT_COPIED))
+    memo: dict[int, Any] = {id(value): None for _, _, value in unread if not isinstance(value, _NOT_COPIED)}
     for _, tensor in wrapped_layers.weights(block, wraps):
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, torch.nn.Parameter):
@@ -377,7 +360,7 @@ def template_of(
 def _find_unread_settings(
     block: torch.nn.Module, wraps: Wraps | None, read: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str, Any]]:
-    """(path, name, value) of the settings of the block's parts that are not plain, and not among the read ones."""
+    """(path, name, value) of the settings of the block's parts that are neither plain nor read."""
     parts = list(wrapped_layers.modules(block, wraps))
     settings = [(path, name, value) for path, part in parts for name, value in settings_of(part)]
     kept = {id(value) for path, name, value in settings if name in read.get(path, ())}

@@ -38,19 +38,18 @@ _SLOT = "_accel_surveys"
 """The attribute of a model that has its `KeptSurveys`."""
 
 _MOST_KEPT = 4
-"""Surveys of one model that differ in code or settings: programs that replace these take turns."""
-
-Traceable = Callable[..., AbstractContextManager[None]]
-"""Makes a context in which code is read; where its argument is True, in which it is traced or run without values."""
-
+"""Surveys kept for one model, which differ in code or settings: programs that replace these take turns."""
 
 _MOST_READ = 32
-"""Readings for one survey, after which such calls run uncompiled: code that is another in each call is no kind."""
+"""Functions read for one survey; calls with others run uncompiled, since code that changes in each call is no kind."""
+
+Traceable = Callable[..., AbstractContextManager[None]]
+"""Makes a context to read code in; where its argument is True, to trace it or run it without values."""
 
 
 @dataclass(frozen=True, eq=False)
 class GivenCode:
-    """What functions run: the hash, the code that was read for it, and what stood there."""
+    """The code that functions among a call's arguments run, its hash, and a snapshot of where it was read."""
 
     hash: CodeHash
     code: ReadCode
@@ -58,7 +57,7 @@ class GivenCode:
 
 
 class GivenFunctions:
-    """Reads functions for all blocks of one survey. ignored: as for `CodeReader`; traceable: as for `Region`."""
+    """Reads functions among arguments, for all blocks of one survey. ignored: as for `CodeReader`."""
 
     def __init__(self, ignored: frozenset[tuple[str, str]], traceable: Callable[[], AbstractContextManager[None]]):
         self._ignored, self._traceable = ignored, traceable
@@ -80,16 +79,14 @@ class GivenFunctions:
             raise Indescribable("a function that may keep something")
         reader = CodeReader(self._ignored)
         # Without defaults and with empty cells: their code alone counts.
-        bare = [
-            types.FunctionType(
-                of.code, of.make.__globals__, closure=tuple(types.CellType() for _ in of.code.co_freevars)
-            )
-            for of in functions
-        ]
+        bare = []
+        for function in functions:
+            cells = tuple(types.CellType() for _ in function.code.co_freevars)
+            bare.append(types.FunctionType(function.code, function.make.__globals__, closure=cells))
         with self._traceable():
             hash = reader.read(frozenset(), bare)
-            # It says nothing of which is which, nor do their names.
-            hash = replace(hash, digest=" ".join(reader.read(frozenset(), [one]).digest for one in bare))
+            # The digest of all together says nothing of their order.
+            hash = replace(hash, digest=" ".join(reader.read(frozenset(), [function]).digest for function in bare))
         known = self._known[functions] = GivenCode(hash, reader.collect_code(), reader.notes.snapshot())
         return known
 
@@ -98,11 +95,8 @@ class GivenFunctions:
 class SurveyContext:
     """What all blocks of one survey have in common.
 
-    wraps: recognises the wrappers around layers, which are not part of a kind.
-    plain: shows a block with its weights in place.
-    traceable: makes the context that code is read in.
-    code: all that was read. functions: reads those that blocks are given.
-    calls: what runs have found of calls of the blocks, for the next ones (`inline_cache.KnownCalls`).
+    wraps: recognises the wrappers around layers, which are not part of a kind. plain: shows blocks with their weights.
+    code: all that was read. functions: reads those among a call's arguments. calls: by kind, `KnownCalls`.
     """
 
     wraps: Wraps | None
@@ -118,10 +112,9 @@ class Region:
     """One block to compile: its path in the model, the module and its kind.
 
     strings: every string constant in its code; the dict keys that it may read are among them.
-    notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
-    wrapped: where other programs have wrapped its forward.
-    is_last: others of its kind come before it, and none after it.
-    given: what its kind has of functions that it is given, if any. known: itself by such functions.
+    notes: where the block's settings were found. read: the settings that its code reads.
+    wrapped: where other programs have wrapped its forward. is_last: of several blocks of its kind.
+    given: the functions among its arguments, if its kind is for such calls. known: such regions, by functions.
     """
 
     path: str
@@ -137,14 +130,14 @@ class Region:
     known: dict[Any, Any] = field(default_factory=dict)
 
     def specialize_for_functions(self, functions: tuple[Function, ...]) -> Region:
-        """The region of the block where it is given these functions. Raises Indescribable."""
+        """The region for calls of the block with these functions. Raises Indescribable."""
         known = self.known.get(functions)
         if known is None and not {package_of(function.module) for function in functions} <= packages_of(self.block):
             raise Indescribable("a function of another program")
         given = self.context.functions.read(functions)
         if known is None or known.given is not given:
             code, read = given.hash, dict(self.read or ())
-            for path, part in wrapped_layers.modules(self.block, self.context.wraps):  # which it may be called with
+            for path, part in wrapped_layers.modules(self.block, self.context.wraps):  # any may be among its arguments
                 names = {name for name, _ in settings_of(part)}.difference(read.get(path, ()), ("training",))
                 if any(map(code.may_read, names)):
                     raise Indescribable("a function that may read more of the block than its own code does")
@@ -174,7 +167,7 @@ class Region:
 
     @functools.cached_property
     def calls_layers(self) -> bool:
-        """Whether graphs of the block call layers in it as they are (`opaque_layers`)."""
+        """Whether graphs of the block call some of its layers uncompiled (`opaque_layers`)."""
         return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.context.wraps))
 
     @property
@@ -195,10 +188,7 @@ class Region:
 
 @dataclass(eq=False)
 class Passes:
-    """What passes over a model under one survey have shown.
-
-    has_held: nothing that was read changed between the blocks in one of them. has_changed: something did in another.
-    """
+    """Whether code or settings stayed (has_held) or changed (has_changed) between the blocks in a pass over a model."""
 
     has_held: bool = False
     has_changed: bool = False
@@ -208,12 +198,12 @@ class Passes:
 class Survey:
     """A model's blocks: those to compile, and the paths of those left eager with the reason.
 
-    code, settings: what was read for it, of the program and of the blocks, to be compared where these are called.
-    settings_by_block: the same for each block. changed_by_model: for each, what of it the code around may change.
+    code, settings: snapshots of what was read, in the program and on the blocks; compared when blocks are called.
+    settings_by_block: those of each block. changed_by_model: the part of them that code around the block may change.
     around: the modules in the model outside of the blocks to compile.
-    layout, eager: what else it rests on, to be compared at the start of another run; eager: what may have kept blocks
-        from being compiled, which may change itself during a run. None where another program's code has failed.
-    known: what runs have found of the model's calls, for the next ones.
+    layout, eager: compared at the start of the next run. eager: snapshot of what may have kept blocks from being
+        compiled; None where another program's code has failed.
+    known: what runs have learnt of the model's calls.
     """
 
     regions: tuple[Region, ...]
@@ -239,23 +229,19 @@ class Survey:
 
     @property
     def stands(self) -> bool:
-        """Whether code and settings are those that it has read."""
+        """Whether code and settings are still as surveyed."""
         return self.code.is_current() and self.settings.is_current()
 
     def stands_for(self, block: torch.nn.Module) -> bool:
-        """Whether code and the block's settings are those that it has read."""
+        """Whether code and the block's settings are still as surveyed."""
         settings = self.settings_by_block.get(block)
         return self.code.is_current() and (settings is None or settings.is_current())
 
 
 class KeptSurveys:
-    """The surveys of one model from one run to the next.
+    """The surveys of one model from one run to the next, each used again while its four snapshots are current.
 
-    One is used again while all that it rests on stands: `Survey.code`, `settings`, `eager` and `layout`. Values and
-    devices of weights, and so LoRA that is added to them, are no part of a kind.
-
-    They are kept on the model, or by a host where it has something there; they do not follow a copy of it, and refer
-    nowhere to the model itself, which goes when nobody needs it.
+    They are kept on the model, or by a host; copies of the model do not get them, and they do not keep it alive.
     """
 
     __slots__ = ("_kept",)
@@ -269,14 +255,13 @@ class KeptSurveys:
     @classmethod
     def get_or_create(cls, model: torch.nn.Module) -> KeptSurveys:
         """The model's kept surveys; creates the store on first use."""
-        found = model.__dict__.get(_SLOT)
-        if not isinstance(found, cls):
-            found = model.__dict__[_SLOT] = cls()
-        return found
+        surveys = model.__dict__.get(_SLOT)
+        if not isinstance(surveys, cls):
+            surveys = model.__dict__[_SLOT] = cls()
+        return surveys
 
     def find(self, model: torch.nn.Module, settings: Any, create: Callable[[], Survey]) -> Survey:
-        """A kept survey, made with equal settings, that still describes the model, or a new one. Those of another
-        layout are dropped."""
+        """A kept survey with equal settings that still fits the model, or a new one; drops those of other layouts."""
         known = self._kept  # read once: another thread may find one of the same model
         if known:
             _, newest = known[0]
@@ -302,26 +287,22 @@ def survey(
     plain: Plain = keep_in_place,
     traceable: Traceable = nullcontext,
 ) -> Survey:
-    """The model's blocks and their kinds.
+    """The model's blocks and their kinds, the same whatever wraps their layers and wherever their weights are.
 
     min_repetitions: kinds with fewer blocks stay eager, since compiling costs more than it gains.
-    ignored: as for `CodeReader`.
-    wraps: recognises the wrappers around layers; the result is the same with and without them.
-    plain: shows blocks with their weights in place; the result is the same wherever they are.
-    traceable: as for `Region`; blocks' code is read in it.
+    ignored: as for `CodeReader`. wraps, plain: as for `SurveyContext`.
     """
     drop_restored_forwards(model.modules())
     reader = CodeReader(ignored)
-    everywhere = torch.nn.modules.module
-    hooks = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
-    for of_all in hooks:
-        reader.notes.watch_items(of_all)
+    global_hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+    for hooks in global_hooks:
+        reader.notes.watch_items(hooks)
     found = [
         _Block(path, block, block, CodeNotes(), WrappedForward.find(block)) for path, block in blocks(model, wraps)
     ]
     for block in found:
         try:
-            if any(hooks):
+            if any(global_hooks):
                 raise RunEagerly(Reason("hooks_everywhere"))
             if block.wrapped is None and has_foreign_forward(block.block):
                 raise RunEagerly(Reason("forward_replaced"))
@@ -364,7 +345,7 @@ def survey(
         regions.append(region)
         if places := CodeNotes.join(changed_around, region.notes.select_changed(around)):
             changed_by_model[region.block] = places.snapshot()
-    notes_of_eager = CodeNotes.join(*(_notes_of(block, wraps) for block in eager))
+    eager_notes = CodeNotes.join(*(_notes_of(block, wraps) for block in eager))
     return Survey(
         regions=tuple(regions),
         left_eager=tuple((block.path, block.eager_reason) for block in found if block.eager_reason is not None),
@@ -373,17 +354,18 @@ def survey(
         settings_by_block={region.block: region.notes.snapshot() for region in regions},
         changed_by_model=changed_by_model,
         around=outside,
-        layout=LayoutSnapshot(model, [(of.block, of.shown) for of in described], [of.block for of in eager]),
-        eager=None if any(block.is_failed for block in eager) else notes_of_eager.snapshot(),
+        layout=LayoutSnapshot(
+            model, [(block.block, block.shown) for block in described], [block.block for block in eager]
+        ),
+        eager=None if any(block.is_failed for block in eager) else eager_notes.snapshot(),
     )
 
 
 @dataclass(eq=False)
 class _Block:
-    """A block in the course of a survey.
+    """A block that is being surveyed.
 
-    shown: it as it is described; where that is a copy, a host keeps account of the weights on the block's parts.
-    notes: what is to be watched of it. is_failed: its code has raised.
+    shown: the module described for it, itself or a copy with its weights. notes: what to watch. is_failed: it raised.
     """
 
     path: str
@@ -396,27 +378,22 @@ class _Block:
     is_failed: bool = False
 
 
-def _notes_of(of: _Block, wraps: Wraps | None, read: Read | None = None) -> CodeNotes:
-    """Where the settings and the parts of the block are, beside what was noted while it was described.
-
-    read: the settings that its code reads; None for all that it has but tensors.
-    """
-    notes = CodeNotes.join(of.notes)
-    parts = dict(wrapped_layers.modules(of.block, wraps))
+def _notes_of(block: _Block, wraps: Wraps | None, read: Read | None = None) -> CodeNotes:
+    """The block's notes, and where its settings and parts are. read: its code's settings; None for all but tensors."""
+    notes = CodeNotes.join(block.notes)
+    parts = dict(wrapped_layers.modules(block.block, wraps))
     if read is None:
         read = [
             (path, [name for name, value in settings_of(part) if not isinstance(value, torch.Tensor)])
-            for path, part in wrapped_layers.modules(of.shown, wraps)
+            for path, part in wrapped_layers.modules(block.shown, wraps)
         ]
     for path, names in read:
         part = parts[path]
         for name in names:
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
                 notes.watch(part.__dict__, name)
-        note_part(part, notes, shown=of.shown is of.block, outermost=not path)
-    for part, _ in wrapped_layers.find_wrapped(
-        of.block, wraps
-    ):  # which is called as it is for as long as these are there
+        note_part(part, notes, shown=block.shown is block.block, outermost=not path)
+    for part, _ in wrapped_layers.find_wrapped(block.block, wraps):  # a forward or hook here would be left out
         notes.watch_absent(part.__dict__, "forward")
         notes.watch_len(part._forward_hooks)
         notes.watch_len(part._forward_pre_hooks)

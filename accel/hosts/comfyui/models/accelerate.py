@@ -68,8 +68,8 @@ def accelerate(
 ) -> Any:
     """A clone of a ModelPatcher whose repeated blocks run compiled; the given one is unchanged.
 
-    made_by: the class of the node that shows progress and gain. graphs: capture whole model calls and replay them, if
-    the device and the call allow it. quality: what the node calls what it does.
+    made_by: the class of the node that shows progress and gain. graphs: capture and replay whole model calls, where
+    device and call allow it. quality: the node's choice, for reports.
     """
     attach(cache, preferences.find_running_home)
     patched = streamed.clone_for_compiling(model, cache)
@@ -77,9 +77,13 @@ def accelerate(
         from . import capture
 
         capture.attach(cache, patched)
-    shapes = "any size" if settings.any_size else "exact size"
-    compiling = {"backend": settings.backend, "shapes": shapes, "check_gain": settings.measured}
-    compiling |= {"graphs": graphs, "quality": quality}
+    compiling = {
+        "backend": settings.backend,
+        "shapes": "any size" if settings.any_size else "exact size",
+        "check_gain": settings.measured,
+        "graphs": graphs,
+        "quality": quality,
+    }
     wrappers = {
         WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, cache, made_by, compiling),
         WrappersMP.SAMPLER_SAMPLE: note_sampling,
@@ -109,12 +113,12 @@ def _wrap_sampling(settings: CompileSettings, cache: GraphCache, made_by: str | 
 
 
 def _may_have_graphs(cache: GraphCache) -> bool:
-    """Whether this machine's device has CUDA graphs at all: where it has none, nobody needs to hear of them."""
+    """Whether to try CUDA graphs, and tell why there are none: not where the device is no CUDA device at all."""
     try:
-        why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
-    except Exception:  # which the attempt to capture will tell
+        reason = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
+    except Exception:  # the attempt to capture will report it
         return True
-    return why is None or why.code != "not_cuda"
+    return reason is None or reason.code != "not_cuda"
 
 
 def _wrap_model_call(settings: CompileSettings, cache: GraphCache):
@@ -137,8 +141,8 @@ def _wrap_model_call(settings: CompileSettings, cache: GraphCache):
 
 @dataclass
 class _ModelInRun:
-    """What one model has in one run: the layers of its blocks and its own, what is in place of them in each call, how
-    many kinds they are, and the model where its calls are captured. No layers: another node compiles it."""
+    """One model in one run: layers for its blocks and itself (none where another node compiles it), and the number of
+    kinds. calls: puts the layers in place. captured: the model whose calls are captured, if they are."""
 
     layers: dict[torch.nn.Module, Layer]
     calls: WholeCalls
@@ -169,59 +173,59 @@ class Run:
 
     @contextmanager
     def call(
-        self, base: torch.nn.Module, options: dict[str, Any], context: Any = None, *given: Any
+        self, base: torch.nn.Module, options: dict[str, Any], context: Any = None, *inputs: Any
     ) -> Iterator[dict[str, Any]]:
         """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
 
-        context: the prompt [B, T, ...], if any. given: other inputs. Yields the transformer_options to make it with.
+        context: the prompt [B, T, ...], if any. inputs: the others. Yields the transformer_options for the call.
         """
         model = base.diffusion_model
         with self.lock:
             if model not in self.models:
                 self.models[model] = self._prepare(model, options)
-        ours = self.models[model]
-        if not ours.layers:
+        in_run = self.models[model]
+        if not in_run.layers:
             yield options
             return
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self.lengths.add(context.shape[1])
-        with self.progress.report_call(ours.kinds, self.node_id):
+        with self.progress.report_call(in_run.kinds, self.node_id):
             if self.graphs:
                 with self.lock:
                     self.model_calls += 1
             if not self.graphs or is_split_over_devices(options):
-                with ours.calls.put_in_place((context, *given)):
+                with in_run.calls.put_in_place((context, *inputs)):
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for
 
             with self.lock:
-                if ours.captured is None:
-                    ours.captured = capture.begin(base, self.settings, self.cache, self.lease, ours.layers)
-            with ours.captured.replay_or_capture(options) as options:
+                if in_run.captured is None:
+                    in_run.captured = capture.begin(base, self.settings, self.cache, self.lease, in_run.layers)
+            with in_run.captured.replay_or_capture(options) as options:
                 yield options
 
     def _prepare(self, model: torch.nn.Module, options: dict[str, Any]) -> _ModelInRun:
-        name, why, layers = type(unwrap_compiled(model)).__name__, Reason("no_blocks"), {}
+        name, reason, layers = type(unwrap_compiled(model)).__name__, Reason("no_blocks"), {}
         if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
-            why = Reason("compiled_around")
-            fallbacks.note(name, why, how="without Accel")
+            reason = Reason("compiled_around")
+            fallbacks.note(name, reason, how="without Accel")
         else:
-            # A warm-up is there to have the code.
+            # A warm-up ends with its code made.
             settings = replace(self.settings, beside=self.settings.beside and not options.get(WARMS_UP))
             layers = block_layers(model, settings, self.cache, self.lease)
         calls = WholeCalls(name, layers, self.cache, self.settings)
         kinds = count_kinds(calls)
         if self.settings.stop_on_trouble and not kinds:
-            raise Trouble(f"{name} cannot run compiled: {why}")
+            raise Trouble(f"{name} cannot run compiled: {reason}")
         return _ModelInRun(layers, calls, kinds)
 
     def emit_totals(self, is_finished: bool) -> None:
-        """Emit "run_calls" for the record of the run, once its lease is over."""
+        """Emit "run_calls" for the run's record, once its lease is over."""
         runners = [runner for model in self.models.values() for runner in model.calls.runners.values()]
         captures: list[Any] = [model.captured.capture for model in self.models.values() if model.captured is not None]
         calls = [*(model.calls for model in self.models.values()), *(capture.blocks for capture in captures)]
-        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(one.end() for one in calls)
+        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(whole.end() for whole in calls)
         if is_finished and runners and not (eager_calls or self.lease.calls or self.lease.replays):
             for model in self.models:  # Wan Animate 2 calls methods of its blocks
                 fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
@@ -231,9 +235,9 @@ class Run:
 
 @dataclass(eq=False)
 class NetworkRun:
-    """One run of a network beside the one that is sampled, such as a ControlNet's: its calls are made by one thread.
+    """One run of a network beside the sampled one, such as a ControlNet, called by one thread.
 
-    leaves_eager: blocks that are not to be compiled.
+    leaves_eager: whether a block is not to be compiled.
     """
 
     network: torch.nn.Module
@@ -246,24 +250,24 @@ class NetworkRun:
 
     @functools.cached_property
     def _layer_and_calls(self) -> tuple[Layer, WholeCalls, int]:
-        """The network's own layer, the calls of its blocks, and of how many kinds these are. Made at the first call,
-        when its weights are in place."""
+        """The network's own layer, the calls of its blocks, and the number of their kinds; made at the first call, when
+        weights are in place."""
         layers = block_layers(self.network, self.settings, self.cache, self.lease)
-        own, name = layers.pop(self.network), type(self.network).__name__
+        network_layer, name = layers.pop(self.network), type(self.network).__name__
         layers = {block: layer for block, layer in layers.items() if not self.leaves_eager(block)}
         calls = WholeCalls(name, layers, self.cache, self.settings)
         if not calls.runners:
             fallbacks.note(name, Reason("no_blocks"))
-        return own, calls, count_kinds(calls)
+        return network_layer, calls, count_kinds(calls)
 
     def call(self, inner: Forward, *args: Any, **kwargs: Any) -> Any:
-        """What the network's own forward gives, with its blocks compiled."""
-        own, calls, kinds = self._layer_and_calls  # the call has already passed the place where the layer would be
+        """The output of the network's own forward, with its blocks compiled."""
+        network_layer, calls, kinds = self._layer_and_calls  # the layer cannot be put in place of a running forward
         with self.progress.report_call(kinds, self.node_id), calls.put_in_place((*args, *kwargs.values())):
-            return own(inner, *args, **kwargs)
+            return network_layer(inner, *args, **kwargs)
 
     def end(self) -> None:
-        """Tell of calls that ran uncompiled; not after a run that was broken off."""
+        """Report calls that ran uncompiled; not called after a run that was broken off."""
         if "_layer_and_calls" in vars(self):
             self._layer_and_calls[1].end()
 
@@ -271,15 +275,12 @@ class NetworkRun:
 def block_layers(
     model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared, lease: Lease | None = None
 ) -> dict[torch.nn.Module, Layer]:
-    """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
-
-    lease: as for `make_compiled_layers`.
-    """
+    """Layers for every block of the model that can be compiled, and for the model itself, which observes its calls."""
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made
     surveys = KeptSurveys.get_or_create(model)
-    found = survey_model(model, settings, HOST, surveys)
-    return make_compiled_layers(model, found, settings, HOST, cache, lease, surveys=surveys)
+    survey = survey_model(model, settings, HOST, surveys)
+    return make_compiled_layers(model, survey, settings, HOST, cache, lease, surveys=surveys)
 
 
 def count_kinds(calls: WholeCalls) -> int:
