@@ -60,7 +60,7 @@ TABLE = r'''
 +            holds = True
 # a read that nobody watches is in a graph
 @ unit/test_traced_reads.py::test_another_value_between_images_is_noticed_wherever_it_is_read
--            refuse_unwatched(of.code, weights)
+-            refuse_unwatched(block.code, weights)
 +            pass
 # what the model sets between its blocks in a later image goes unnoticed
 @ unit/test_traced_reads.py::test_what_the_model_itself_sets_before_a_block_counts

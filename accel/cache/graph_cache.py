@@ -16,7 +16,7 @@ from ..core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES
 from .entry import Entry, Lease
 
 MOST_GRAPHS = 4
-"""Graphs of one key, after which calls that fit none run eagerly; a bound on surprises."""
+"""Graphs kept for one key; calls that fit none of them run eagerly. A bound on surprises."""
 
 _MAX_KNOWN_SIZES = 4096
 
@@ -29,16 +29,14 @@ class NoGraph(Refusal):
 
     def __init__(self, key: Hashable, reason: Reason, tried: bool = False):
         super().__init__(reason)
-        self.key = key
-        self.tried = tried
+        self.key, self.tried = key, tried
 
 
 class GraphCache:
     """A bounded table from a key to compiled graphs and captured calls. Threads may share it.
 
-    Evicts the least recently used first, captured calls before compiled graphs. What a run has found under its lease
-    stays while the run lasts: where the graphs of one run do not all fit, the last ones are not compiled, since taking
-    turns would mean compiling at every step.
+    Evicts the least recently used first, captured calls before compiled graphs. Leased entries stay while the run
+    lasts: graphs that do not fit beside them are not compiled, since taking turns would mean compiling at every step.
 
     max_entries: keys kept; 0 keeps nothing, and then nothing is compiled either.
     max_bytes: bound on the sum of the entries' `nbytes`.
@@ -48,8 +46,7 @@ class GraphCache:
         self._lock = threading.Lock()
         # Not an OrderedDict, whose iteration hashes every key again: those of graphs are long, and there are thousands.
         self._entries: dict[Hashable, Entry] = {}
-        self._max_entries = max_entries
-        self.max_bytes = max_bytes
+        self._max_entries, self.max_bytes = max_entries, max_bytes
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # an abandoned one holds nothing
         self._sizes: dict[Hashable, int] = {}
         self._evicted_hits = 0
@@ -58,16 +55,15 @@ class GraphCache:
         self.evictions = 0
         """Entries evicted so far, for whatever reason."""
         self.generation = 0
-        """Grows whenever a compiled graph is dropped, or found wrong, so that whoever has some looks them up again."""
+        """Grows whenever a compiled graph is dropped or found wrong; graphs found before must be looked up again."""
         self.listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        """Those that keep references to graphs beyond a run; each is cleared (`clear`) when one is dropped."""
+        """What keeps graphs beyond a run; `clear` is called on each when a graph is dropped."""
         self.stateful_blocks: dict[Hashable, Reason] = {}
-        """Class and code of blocks that keep state: what they keep may be part of their keys, which change."""
+        """By class and code, why blocks that keep state are not compiled; their keys may change with that state."""
         self.store: Any = None
         """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""
         self.captures: Any = None
-        """The `CapturePool` of the captured calls among the entries; None where nothing is captured. The cache itself
-        does not use it."""
+        """The `CapturePool` of the captured calls among the entries, for others; None where nothing is captured."""
 
     def find(
         self,
@@ -79,15 +75,12 @@ class GraphCache:
         load_graph: Callable[[], CompiledGraph | None] = lambda: None,
         action: str = "compile",
     ) -> tuple[Entry, CompiledGraph]:
-        """The entry of the key and its graph that fits this call; where there is none, it is loaded or compiled now.
+        """The key's entry, and its graph that fits this call; where there is none, it is loaded or compiled now.
 
         When several threads ask for one key, one compiles; the others wait and share the graph.
 
-        action: "compile" or "capture": what making the graph counts as, and is called in events.
-
-        Raises:
-            NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
-                passes through, and nothing is kept.
+        action: "compile" or "capture", for counts and events.
+        Raises NoGraph. Other errors of `load_graph` and `compile_graph` than CompileFailed pass through.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -163,7 +156,7 @@ class GraphCache:
             return list(self._entries)
 
     def forget(self) -> None:
-        """Have whoever references compiled graphs look them up again, since one was found wrong."""
+        """Have all compiled graphs looked up again, since one was found wrong."""
         with self._lock:
             self._graphs_dropped()
 
@@ -225,19 +218,16 @@ class GraphCache:
 
     def evict_named(self, entry_id: str) -> int | None:
         """Drop the entry with this `Entry.id`; the bytes freed, or None if there is no such entry."""
-        found = next((entry for entry in self.entries() if entry.id == entry_id), None)
-        if found is None:
+        entry = next((entry for entry in self.entries() if entry.id == entry_id), None)
+        if entry is None:
             return None
-        freed = found.nbytes
-        return freed if self.evict(found.key) else None
+        freed = entry.nbytes
+        return freed if self.evict(entry.key) else None
 
     def clear(self) -> int:
         """Drop every entry; the number dropped."""
         with self._lock:
-            keys = list(self._entries)
-            for key in keys:
-                self._drop(key)
-            return len(keys)
+            return sum([self._drop(key) for key in list(self._entries)])
 
     def drop_graph(self, entry: Entry, graph: CompiledGraph) -> None:
         """Drop one graph of an entry; the next call that it would fit gets a new one."""
@@ -246,7 +236,7 @@ class GraphCache:
             self._graphs_dropped()
 
     def has_grown(self, entry: Entry, graph: CompiledGraph) -> None:
-        """A graph of an entry has its code only now."""
+        """Count a graph whose code was made after its entry, and evict others for it."""
         with self._lock:
             self._counts["compilations"] += 1
             self._sizes[entry.key] = graph.nbytes
@@ -255,8 +245,8 @@ class GraphCache:
     def _make(
         self, entry: Entry, compile_graph: Callable[[], CompiledGraph], lease: Lease | None, action: str
     ) -> CompiledGraph:
-        what, started, reason = {"name": entry.name, "key": entry.key}, time.perf_counter(), None
-        emit(f"{action}_start", **what, graphs=len(entry.graphs))
+        fields, started, reason = {"name": entry.name, "key": entry.key}, time.perf_counter(), None
+        emit(f"{action}_start", **fields, graphs=len(entry.graphs))
         try:
             graph = compile_graph()
         except CompileFailed as failed:
@@ -264,25 +254,22 @@ class GraphCache:
         except BaseException:
             # Interrupted, or out of memory: that says nothing about the block.
             self._remove_if_empty(entry)
-            emit(f"{action}_failed", **what, reason=Reason("interrupted"), seconds=time.perf_counter() - started)
+            emit(f"{action}_failed", **fields, reason=Reason("interrupted"), seconds=time.perf_counter() - started)
             raise
         seconds = time.perf_counter() - started
         if reason is not None:
-            emit(f"{action}_failed", **what, reason=reason, seconds=seconds)
+            emit(f"{action}_failed", **fields, reason=reason, seconds=seconds)
             raise NoGraph(entry.key, reason, tried=True)
         try:
             self._keep(entry, graph, seconds, lease, action)
         finally:
-            emit(f"{action}_end", **what, seconds=seconds, pending=action == "compile" and graph.pending is not None)
+            emit(f"{action}_end", **fields, seconds=seconds, pending=action == "compile" and graph.pending is not None)
         return graph
 
     def _keep(
         self, entry: Entry, graph: CompiledGraph, seconds: float | None, lease: Lease | None, action: str = "compile"
     ) -> None:
-        """Add a new graph, and evict others for it; NoGraph where those in use leave no room.
-
-        seconds: to compile it; None for a graph that was loaded.
-        """
+        """Add a new graph and evict others for it. Raises NoGraph. seconds: to compile it; None if it was loaded."""
         with self._lock:
             if seconds is None:
                 self._counts["loaded"] += 1
@@ -300,8 +287,7 @@ class GraphCache:
             except NoGraph:
                 if lease is not None:
                     lease.full = True
-                if not entry.graphs and self._entries.get(entry.key) is entry:
-                    del self._entries[entry.key]
+                self._drop_empty(entry)
                 raise
             if not entry.graphs:
                 # It may have been removed meanwhile, by another thread whose compilation was interrupted.
@@ -311,19 +297,18 @@ class GraphCache:
             entry.seconds += seconds or 0.0
             self._shrink(self._leased_keys() | {entry.key})
 
-    # From here on called with the lock held, except the last
+    # From here on called with the lock held, except `_remove_if_empty`
 
     def _require_room(self, key: Hashable, lease: Lease | None) -> None:
-        """Raises NoGraph where one more graph of this key does not fit beside those in use.
+        """Raise NoGraph where one more graph of this key does not fit beside those in use.
 
-        The size of a graph is known where it was compiled before. Where it is not, a run compiles no more once one
-        did not fit.
+        Graphs that were compiled before have a known size. Once one did not fit, the run compiles no others.
         """
         others = [self._entries[other] for other in self._leased_keys() - {key} if other in self._entries]
         if len(others) >= self._max_entries:
             raise NoGraph(key, Reason("cache_entries_full", kinds=self._max_entries))
-        own = self._entries.get(key)
-        used = sum(entry.nbytes for entry in others) + (own.nbytes if own else 0)
+        entry = self._entries.get(key)
+        used = sum(other.nbytes for other in others) + (entry.nbytes if entry else 0)
         is_hopeless = lease is not None and lease.full and key not in self._sizes
         if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self.max_bytes:
             raise NoGraph(key, Reason("cache_bytes_full", megabytes=f"{self.max_bytes / (1 << 20):.4g}"))
@@ -354,8 +339,8 @@ class GraphCache:
                 listener.clear()
 
     def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
-        # Captured calls first: each costs a few steps to make again, compiling costs minutes. What they share is
-        # freed only when all are gone, so the sum is taken anew each time.
+        # Captured calls first: remaking one costs a few steps, compiling costs minutes. What they share is freed only
+        # when all are gone, so the sum is taken anew each time.
         for key in sorted(self._entries, key=lambda key: not self._entries[key].is_capture):
             used = sum(entry.nbytes for entry in self._entries.values())
             if len(self._entries) <= self._max_entries and used <= self.max_bytes:
@@ -365,8 +350,11 @@ class GraphCache:
 
     def _remove_if_empty(self, entry: Entry) -> None:
         with self._lock:
-            if not entry.graphs and self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
+            self._drop_empty(entry)
+
+    def _drop_empty(self, entry: Entry) -> None:
+        if not entry.graphs and self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
 
 
 shared = GraphCache()

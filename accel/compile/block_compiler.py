@@ -1,8 +1,7 @@
 """Compiles a block into a graph, given an example call.
 
 A graph takes the block's weights as inputs beside the call's own tensors, so it serves every block of the kind. The
-caller owns it, to count, drop and save it, where plain `torch.compile` keeps compiling at later calls, up to a limit of
-its own.
+caller owns it: counts, drops and saves it. Plain `torch.compile` would recompile at later calls, up to its own limit.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _OPEN_QUESTIONS = ("data-dependent", "unbacked symbols", "shape error in scatter
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
 
-Tracing = Callable[[], AbstractContextManager[None]]
-
 _numbers = itertools.count()
 """Numbers for the functions that are compiled."""
+
+Tracing = Callable[[], AbstractContextManager[None]]
 
 
 def compile_block(
@@ -71,16 +70,15 @@ def compile_block(
 ) -> CompiledGraph:
     """The graph for calls like this one; of its tensors only shapes, strides, dtypes and devices are used.
 
-    The block is traced, which runs nothing of it; but where its weights are of classes that torch cannot follow, the
-    block's code is run without values.
+    The block is traced without running; with weights of tensor subclasses, its code is run without values.
 
     template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
-    lifts: a batch of 1 is traced as 2, where the block's code allows it.
+    lifts: trace a batch of 1 as 2, where the block's code allows it.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
-    savable: the graph is going to be saved if it can be.
-    code: what was read of the block's: no graph has other code in it, or values from elsewhere. None asks for nothing.
+    savable: keep what saving the graph needs.
+    code: what was read of the block; a graph with other code or values is refused. None: any code is allowed.
     tracing: makes the context that the block is traced in.
-    compiler: makes what the call's backend does. None: that itself.
+    compiler: used in place of the call's backend.
 
     Raises:
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
@@ -98,17 +96,17 @@ def compile_block(
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
     block = _Block(template, kind, call.spec, interrupts, *_code_of(code), tracing, code)
-    larger_ones = list(_lift_batches(inputs, call.spec)) if call.any_size and lifts else []
-    for given in (*larger_ones, inputs):
+    lifted = list(_lift_batches(inputs, call.spec)) if call.any_size and lifts else []
+    for layouts in (*lifted, inputs):
         trace = Trace()
-        examples, static_ones = _examples(given, [tensor.device for tensor in inputs], call.any_size)
+        examples, static_ones = _make_examples(layouts, [tensor.device for tensor in inputs], call.any_size)
         try:
-            with _free_at_end(examples), _example_weights(weights, kind) as of_weights:
-                tensors = (*of_weights, *examples)
+            with _free_at_end(examples), _example_weights(weights, kind) as weight_examples:
+                tensors = (*weight_examples, *examples)
                 artifact, fixed = _compile(block, tensors, call.any_size, compiler, trace)
             break
         except CompileFailed as failed:
-            if given is inputs or not failed.is_of_compiler or trace.is_whole:
+            if layouts is inputs or not failed.is_of_compiler or trace.is_whole:
                 raise
             log.debug("%s is not traced at larger sizes: %s", kind.name, failed.reason)
     unread = None if code is None else find_unread_code(trace.codes, code.codes | tree_spec.makers(call.spec))
@@ -117,19 +115,19 @@ def compile_block(
         file = os.path.basename(unread.co_filename)
         raise CompileFailed(Reason("code_unread", function=unread.co_name, file=file))
     sizes = ((at, d, size) for at, weight in enumerate(weights) for d, size in enumerate(weight.shape))
-    of_weights = [item for item in sizes if item[:2] not in kind.varying]  # a host may have put others there since
+    weight_sizes = [item for item in sizes if item[:2] not in kind.varying]  # a host may have put others there since
     facts = Facts(
         static_ones=tuple((i + len(weights), d) for i, d in static_ones),
         weights=len(weights),
         changed=tuple(at - len(weights) for at in trace.changed) if trace.calls else tuple(range(len(inputs))),
         dynamic=call.any_size,
         values=call.values,
-        fixed=(*of_weights, *(item for item in fixed if item[0] >= len(weights))),
-        grown=tuple((i + len(weights), d, size) for i, d, size in _find_grown_sizes(inputs, given)),
+        fixed=(*weight_sizes, *(item for item in fixed if item[0] >= len(weights))),
+        grown=tuple((i + len(weights), 0, rows) for i, rows in _find_grown_rows(inputs, layouts)),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
     block.code = None  # it refers to the model, as no graph may
-    return _graph(artifact, facts, block, template if savable else None)
+    return _make_graph(artifact, facts, block, template if savable else None)
 
 
 def load_block(
@@ -143,47 +141,41 @@ def load_block(
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, interrupts, code, tracing: as for `compile_block`. data: code, so it must have been checked.
-    facts: the graph's.
-
+    data: code, so it must have been checked. facts: the graph's. The others are as for `compile_block`.
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """
     leave_to_library(template)
     with _one_at_a_time, random_numbers_kept(call.devices), tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)  # type: ignore[misc]  # TypeError without one
-    return _graph(artifact, facts, _Block(template, call.kind, call.spec, interrupts, *_code_of(code), tracing))
+    block = _Block(template, call.kind, call.spec, interrupts, *_code_of(code), tracing)
+    return _make_graph(artifact, facts, block, template=None)
 
 
 def _code_of(code: ReadCode | None) -> tuple[frozenset[types.CodeType], frozenset[str] | None]:
-    """The code in and around the blocks of a model, and the settings of torch that are watched: all that a graph may
-    keep of what was read."""
+    """The code in and around a model's blocks, and the settings of torch that are watched; a graph may keep both."""
     return (frozenset(), None) if code is None else (code.codes | code.around, code.settings)
 
 
 def take_code(graph: CompiledGraph, devices: Iterable[torch.device]) -> None:
-    """Load the code of a graph that was made beside, once it is done. devices: of a call of it.
-
-    Raises Exception, of any type: there is none.
-    """
+    """Load a graph's code that another process has made. devices: of a call. Raises Exception of any type: none is."""
     with _one_at_a_time, random_numbers_kept(devices):
         graph.take_code()
 
 
-def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None = None) -> CompiledGraph:
-    """template: what saving the graph needs; None where it is not to be saved."""
+def _make_graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None) -> CompiledGraph:
+    """The graph of an artifact. template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else partial(artifact.save, template)
-    made = artifact.run, artifact.guards, facts, artifact.nbytes, save
-    graph = CompiledGraph(*made, with_ones=block.find_conditions_on_ones, pending=artifact.pending)
+    fields = artifact.run, artifact.guards, facts, artifact.nbytes, save
+    graph = CompiledGraph(*fields, with_ones=block.find_conditions_on_ones, pending=artifact.pending)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 
 
 @dataclass(eq=False)
 class _Block:
-    """A block and a kind of calls of it; answers what a graph of it is asked later. The fields are as for
-    `compile_block`.
+    """A block and one kind of its calls, for later traces. The fields are as for `compile_block`.
 
-    general: the trace of the block at sizes that are not 1; None before the first one here.
+    general: the trace of the block at sizes that are not 1; None before the first.
     """
 
     template: torch.nn.Module
@@ -197,8 +189,7 @@ class _Block:
     general: Trace | None = None
 
     def find_conditions_on_ones(self, ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> str | None:
-        """The conditions (`Trace.asked`) on other sizes under which the block treats these sizes of 1 like any others;
-        None where it does not.
+        """Conditions on other sizes (`Trace.asked`) under which the block treats 1 like any size; None if it does not.
 
         ones: weights and inputs. twos: the same with 2 in place of each such 1, wherever the inputs are.
         """
@@ -213,12 +204,11 @@ class _Block:
 
     def _trace(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Trace:
         trace, count = Trace(), len(self.kind.tensors)
-        examples, _ = _examples(tensors[count:], devices, True)
-        with self.tracing(), _free_at_end(examples), _example_weights(tensors[:count], self.kind) as of_weights:
-            given = (*of_weights, *examples)
-            artifact, _ = _compile(self, given, True, backend_named("eager"), trace, is_kept=False)
+        examples, _ = _make_examples(tensors[count:], devices, True)
+        with self.tracing(), _free_at_end(examples), _example_weights(tensors[:count], self.kind) as weights:
+            artifact, _ = _compile(self, (*weights, *examples), True, backend_named("eager"), trace, is_kept=False)
         artifact.release()
-        emit("block_traced", name=self.kind.name)  # so that who counts torch's graphs can leave this one out
+        emit("block_traced", name=self.kind.name)  # lets counters of torch's graphs leave this one out
         return trace
 
 
@@ -230,10 +220,9 @@ def _compile(  # type: ignore[return]  # the last round returns or raises
     trace: Trace,
     is_kept: bool = True,
 ) -> tuple[Artifact, tuple[tuple[int, int, int], ...]]:
-    """The artifact, and the sizes that it is specialised on; the trace is filled.
+    """The artifact, and the sizes that it is specialised on; the trace is filled. is_kept: whether it will be used.
 
-    A size of 1 is traced like others where that leaves no question open that tracing must answer. is_kept: the artifact
-    is going to be used.
+    A size of 1 is traced like others where tracing can answer all questions without it.
     """
     torch_internals.keep_device_guard()
     for oblivious in (True, False) if any_size else (False,):
@@ -256,7 +245,7 @@ def _compile(  # type: ignore[return]  # the last round returns or raises
 
 
 def _reason_of(error: Exception) -> Reason:
-    """Why torch did not compile: what it cannot trace, in whose code; or what the error says."""
+    """Why torch did not compile: what it cannot trace, and in whose code; else the error's text."""
     unsupported = cause_among(error, (torch_internals.UNSUPPORTED.get(()),))
     frames = [at for at in getattr(unsupported, "real_stack", None) or () if not is_of_program(at.filename)]
     if not frames:
@@ -267,14 +256,14 @@ def _reason_of(error: Exception) -> Reason:
 
 
 def _assume_bounds(inputs: Sequence[torch.Tensor]) -> None:
-    """Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound."""
+    """Bound all sizes: inductor could not tell whether a slice to the end goes past the end."""
     for tensor in inputs:
         for size in tensor.shape:
             torch._check(size <= LARGEST_SIZE)
 
 
-def _ends_of(trace: Trace, of: _Block, weights: int, is_kept: bool) -> tuple[Callable, Callable]:
-    """Functions for the traced one to call first and last: torch runs them there, and leaves them out of the graph."""
+def _make_ends(trace: Trace, block: _Block, weights: int, is_kept: bool) -> tuple[Callable, Callable]:
+    """The traced function's first and last calls, which torch runs while tracing and leaves out of the graph."""
 
     @torch.compiler.assume_constant_result
     def begin() -> None:
@@ -287,9 +276,9 @@ def _ends_of(trace: Trace, of: _Block, weights: int, is_kept: bool) -> tuple[Cal
             raise CompileFailed(Reason("changes_own"))  # a graph or a comparison would do so again
         if not has_given_arguments:
             raise CompileFailed(Reason("changes_list"))
-        refuse_kept_state(trace.codes, of.codes, of.template)
-        if of.code is not None:
-            refuse_unwatched(of.code, weights)
+        refuse_kept_state(trace.codes, block.codes, block.template)
+        if block.code is not None:
+            refuse_unwatched(block.code, weights)
         if is_kept:
             emit("compile_stage", stage=GENERATE)
 
@@ -328,10 +317,9 @@ def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
         end_of_stored()  # noqa: F821
         return out
 
-    # A code object and globals of its own: torch counts recompilations per code object, which kinds must
-    # not share, and leaves what it compiled in the function's globals, which must go when the graph goes. Its name is
-    # nobody else's in this process: by that torch knows what sizes other calls had.
-    begin, end = _ends_of(trace, of, count, is_kept)
+    # A code object of its own: torch counts recompilations for each. Globals of its own: torch leaves compiled code
+    # there, which must go with the graph. A name of its own: by that torch remembers the sizes of other calls.
+    begin, end = _make_ends(trace, of, count, is_kept)
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
     scope |= {"bound_sizes": _assume_bounds, "begin": begin, "end": end}
     function = block
@@ -346,10 +334,8 @@ def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
 
 
 class _TablesAsNumbers(TorchFunctionMode):
-    """In a trace of stored weights: a tensor of the code's own, as a table of codes, is made there of its numbers.
-
-    A trace takes no other tensors with values. The kind tells one table from another, as all constants of code.
-    """
+    """In a trace of stored weights, makes a table that the code holds out of its numbers, since a trace takes no other
+    tensors with values. The kind tells tables apart, as all constants of code."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._make_plain, (args, kwargs or {}))
@@ -363,8 +349,7 @@ class _TablesAsNumbers(TorchFunctionMode):
 
 @contextmanager
 def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[list[torch.Tensor]]:
-    """The weights, with an unfilled stand-in for each that shares memory with one before it, and for each whose sizes
-    vary within the kind, which is marked there.
+    """The weights, with unfilled stand-ins for those that share memory with an earlier one or vary in size.
 
     A streamed layer's weight and bias are in one place, and torch counts a second view of it as one that was changed.
     """
@@ -373,10 +358,9 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[li
     for index, weight in enumerate(weights):
         storage = storage_of(weight)
         if storage in seen or index in varying:
-            examples[index] = torch.empty_strided(
-                weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
-            )
-            stand_ins.append(examples[index])
+            stand_in = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+            examples[index] = stand_in
+            stand_ins.append(stand_in)
         seen.add(storage)
     for index, dimension in kind.varying:
         torch_internals.MARK_DYNAMIC.get()(examples[index], dimension)
@@ -385,11 +369,10 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> Iterator[li
 
 
 def _lift_batches(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Iterator[list[torch.Tensor]]:
-    """Layouts of the inputs in a batch of 2, without a 1 on which the compiler would specialise, the likeliest first;
-    none where the batch is not 1.
+    """Layouts of the inputs with the batch of 1 doubled, the likeliest first; none where the batch is not 1.
 
-    The batch is taken to be the first dimension of the first input, and of each other input in which it is 1 too, or 2
-    (two rows for an image); or 1 alone; or but for one argument, such as positions.
+    The compiler would specialise on a 1. The batch is the first dimension of the first input, and of each other input
+    where it is 1 or 2 (two rows for an image); or 1 alone; or 1 in all but one argument, such as positions.
     """
     first = next((at for at, tensor in enumerate(inputs) if tensor.ndim and tensor.numel()), None)
     if first is None or inputs[first].shape[0] != 1:
@@ -398,21 +381,21 @@ def _lift_batches(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Itera
         {at for at, tensor in enumerate(inputs) if tensor.shape[:1] == (rows,) and (rows == 1 or tensor.numel())}
         for rows in (1, 2)
     )
-    arguments = [set(left) for left in tree_spec.tensors_by_argument(spec) if first not in left]
-    grown = [single.union(double), single, *(single.difference(left) for left in arguments if single & left)]
+    arguments = [set(indices) for indices in tree_spec.tensors_by_argument(spec) if first not in indices]
+    grown = [single | double, single, *(single - indices for indices in arguments if single & indices)]
     for chosen in grown if double else grown[1:]:
         shapes = [(2 * t.shape[0], *t.shape[1:]) if at in chosen else t.shape for at, t in enumerate(inputs)]
         yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
-def _find_grown_sizes(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int]]:
-    """(input, dimension, size) of the numbers of rows above 1 that are twice as large in the lifted inputs."""
+def _find_grown_rows(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """(input, rows) of the inputs with more than one row that have twice as many when lifted."""
     for index, (tensor, larger) in enumerate(zip(inputs, lifted, strict=True)):
         if tensor.ndim and tensor.shape[0] > 1 and larger.shape[0] == 2 * tensor.shape[0]:
-            yield index, 0, tensor.shape[0]
+            yield index, tensor.shape[0]
 
 
-def _examples(
+def _make_examples(
     layouts: Sequence[torch.Tensor], devices: Sequence[torch.device], dynamic: bool
 ) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
     """Unfilled tensors of these layouts, dynamic dimensions marked; and the (input, dimension) pairs that are 1."""
@@ -430,7 +413,7 @@ def _examples(
 
 @contextmanager
 def _free_at_end(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Frees their memory at the end: torch leaves them in cycles, which may outlast the image."""
+    """Frees the examples' memory at the end: torch leaves them in cycles, which may outlast the image."""
     try:
         yield examples
     finally:
@@ -445,12 +428,12 @@ def _set_trace_options(dynamic: bool, oblivious: bool, watched: frozenset[str] |
 
     watched: as for `switches.treat_as_constants`.
     """
-    config = torch.fx.experimental._config
+    dynamo, symbols = torch._dynamo.config, torch.fx.experimental._config
     settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
-    numpys = "use_numpy_random_stream"  # else its random numbers become torch's, which others then miss
+    numpy = {"use_numpy_random_stream": True}  # else its random numbers become torch's, which others then miss
     with (
-        torch._dynamo.config.patch({numpys: True} if hasattr(torch._dynamo.config, numpys) else {}),
-        config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
+        dynamo.patch({name: value for name, value in numpy.items() if hasattr(dynamo, name)}),
+        symbols.patch({name: value for name, value in settings.items() if hasattr(symbols, name)}),
         _repeat_at_any_size(),
         _slices_as_defaults(),
         switches.treat_as_constants(watched),
@@ -461,18 +444,18 @@ def _set_trace_options(dynamic: bool, oblivious: bool, watched: frozenset[str] |
 @contextmanager
 def _repeat_at_any_size():
     """A context in which repeating a mask for every head leaves its size dynamic; torch would fix it by a check."""
-    own, is_inherited = torch.Tensor.repeat_interleave, "repeat_interleave" not in vars(torch.Tensor)
+    original, is_inherited = torch.Tensor.repeat_interleave, "repeat_interleave" not in vars(torch.Tensor)
 
     def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
         if not isinstance(repeats, torch.Tensor):
             output_size = None  # follows from the others
-        return own(tensor, repeats, dim, output_size=output_size)
+        return original(tensor, repeats, dim, output_size=output_size)
 
     torch.Tensor.repeat_interleave = repeat_interleave
     try:
         yield
     finally:
-        torch.Tensor.repeat_interleave = own
+        torch.Tensor.repeat_interleave = original
         if is_inherited:
             del torch.Tensor.repeat_interleave
 

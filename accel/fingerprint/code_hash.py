@@ -1,7 +1,7 @@
 """A hash of the code that a block's classes run: their functions, those they call, and the plain values they read.
 
-Extensions replace functions in modules and methods in classes, for a run or for good, so no hash is
-kept from one survey to the next; within a survey, a `CodeReader` reads each thing once.
+Extensions replace functions and methods, for a run or for good, so no hash outlives its survey; within one, a
+`CodeReader` reads each thing once.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .code_snapshot import CodeNotes
 from .plain_values import OPERATORS, PLAIN, Indescribable, References, describe_value
 
 _CALLED = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"})
-"""What torch runs of a module in each call, whatever its code names."""
+"""Methods that torch runs in each call of a module, whatever its code names."""
 
 _MADE = frozenset({"__init__", "__new__", "__call__", "__enter__", "__exit__"})
-"""What runs of a class whose name is called, and of what that makes, without a name in the code."""
+"""Methods that run where code calls a class or enters its instance, without naming them."""
 
 _FUNCTIONAL = "torch.nn.functional"
-"""Torch's functions that models call, and that call others of torch by name."""
+"""The module of torch's functions that models call, and that call others of torch by name."""
 
 _PROGRAM = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(__file__), os.__file__)
@@ -60,7 +60,7 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _EXTENSIONS = f"{os.sep}custom_nodes{os.sep}"
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _READS_ENVIRONMENT = tuple(vars(os)[name] for name in sorted(_ENVIRONMENT.intersection(vars(os))))
-"""By what code reads the environment's variables: names in `os`, and what they name, under whatever name."""
+"""What code reads the environment's variables by: names in `os`, and their values under any name."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,11 @@ class CodeHash:
     """All the code that some classes and functions run.
 
     digest: of the functions, of those that they call and of the plain values that they read.
-    strings: the string constants.
-    attributes: those that the code may read, by name or by `getattr` with a constant.
-    unread: those that it sets and never reads, as a model does that keeps what a call came to for whoever asks.
-    affixes: what attributes begin or end with that it reads by names which it makes.
+    strings: the string constants. attributes: may be read, by name or by `getattr` with a constant.
+    unread: attributes that the code sets and never reads, such as a call's results that a model keeps for others.
+    affixes: prefixes and suffixes of attributes whose names the code builds.
     sources: the files and packages that it is in or reads from (`module_files.source_of`), without libraries.
-    opaque: objects that it reads of which the digest covers the type only, and which stay as they are in a process.
+    opaque: objects that it reads, which the digest covers by type alone; constant within a process.
     """
 
     digest: str
@@ -95,8 +94,8 @@ class CodeHash:
 class ReadCode:
     """The code that was read for a model's blocks.
 
-    codes: of every function. notes: where these are, and the values that they read. around: the code of what runs
-        around the blocks. read: of one block, the settings that count, as `kinds.template_of` takes them; None for all.
+    codes: of every function. notes: where these are, and the values that they read. around: code around the blocks.
+    read: the settings that the code of one block reads, as for `kinds.template_of`; None for all blocks.
     """
 
     codes: frozenset[types.CodeType]
@@ -106,15 +105,14 @@ class ReadCode:
 
     @property
     def settings(self) -> frozenset[str]:
-        """The names of torch's settings that are watched."""
+        """The names of the watched settings of torch."""
         return frozenset().union(*(notes.settings for notes in self.notes))
 
 
 class CodeReader:
     """Hashes code as it is now, for one survey. Raises Indescribable if a function refers to tensors or modules.
 
-    ignored: (module, global) pairs that no result depends on. Its `reads`, where it has any, are names that are read
-        there of what the code passes on.
+    ignored: (module, global) pairs that no result depends on. Its `reads`: names that ignored code may read of objects.
     """
 
     def __init__(self, ignored: frozenset[tuple[str, str]] = frozenset()):
@@ -126,10 +124,10 @@ class CodeReader:
         self._class_attributes: dict[tuple[type, str], str | None] = {}
         self._active: set[int] = set()
         self.notes = CodeNotes()
-        """Everywhere that was looked for code, and for the values that it reads; also where it cannot be read."""
+        """Every place where code and values were read, or could not be."""
 
     def collect_code(self, around: frozenset[types.CodeType] = frozenset()) -> ReadCode:
-        """All that was read."""
+        """All code that was read."""
         return ReadCode(self.notes.codes(), (self.notes,), around)
 
     def read(
@@ -140,7 +138,7 @@ class CodeReader:
     ) -> CodeHash:
         """The hash of what instances of the classes run when called, and of further functions.
 
-        inside: a class, and the function that counts in place of its forward.
+        inside: a class, and the function to read in place of its forward.
         """
         key = classes, tuple(dict.fromkeys(functions)), inside
         if key not in self._hashes:
@@ -148,9 +146,9 @@ class CodeReader:
         return self._hashes[key]
 
     def add_class_files(self, code: CodeHash, classes: Iterable[type]) -> CodeHash:
-        """The hash with the files of these classes among its sources, whose code decides what the code's operators do.
+        """The hash with the files of these classes among its sources, whose code decides what operators do.
 
-        Of that code only the names are described: it finds what to run in registries.
+        They look up in registries what to run, so their code cannot be read further.
         """
         references = CodeReferences(self)
         for cls in classes:
@@ -183,13 +181,13 @@ class CodeReader:
 
     def class_attribute(self, cls: type, name: str) -> str | None:
         """The description of the class's own attribute; None if there is none or it is indescribable."""
-        key = cls, name
-        if key not in self._class_attributes:
+        if (cls, name) not in self._class_attributes:
             try:
-                self._class_attributes[key] = repr(describe_value(getattr_static(cls, name), References(self)))
+                description = repr(describe_value(getattr_static(cls, name), References(self)))
             except (AttributeError, Indescribable):
-                self._class_attributes[key] = None
-        return self._class_attributes[key]
+                description = None
+            self._class_attributes[cls, name] = description
+        return self._class_attributes[cls, name]
 
     def _hash(
         self,
@@ -208,9 +206,8 @@ class CodeReader:
                 described.append((name, self.describe_function(function)))
                 roots.append(function)
         reached = self._reach(roots)
-        facts = [function.facts for function in reached]
         strings, names, set_anywhere, affixes = (
-            frozenset().union(*(getattr(of, fact) for of in facts))
+            frozenset().union(*(getattr(function.facts, fact) for function in reached))
             for fact in ("strings", "names", "assigned", "affixes")
         )
         for base in (torch.nn.Module, torch.Tensor, torch._C.TensorBase):
@@ -223,11 +220,11 @@ class CodeReader:
         settings = read_settings({*attributes, "get_default_dtype"})  # of which code makes tensors
         self.notes.watch_settings(name for name, *_ in settings)
         described.append(settings)
-        own = {package_of(cls.__module__) for cls in classes}
-        for found in reached:
-            if found.filled and package_of(home_of(found.function)) not in own:
-                name = found.function.__qualname__
-                raise Indescribable(f"{name}, which keeps {found.filled[0]} from one call to the next")
+        packages = {package_of(cls.__module__) for cls in classes}
+        for called in reached:
+            if called.filled and package_of(home_of(called.function)) not in packages:
+                name = called.function.__qualname__
+                raise Indescribable(f"{name}, which keeps {called.filled[0]} from one call to the next")
         unread = find_unread_attributes(set_anywhere, [function.function.__code__ for function in reached])
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
@@ -238,8 +235,8 @@ class CodeReader:
         described.append(sorted({function.described for function in reached}))
         described.append(sorted({(name, value) for _, name, value in values}))
         described.extend(_class_attributes(cls, attributes, references) for cls in in_order)
-        for found in reached:
-            references.opaque.update(what for scope, name, what in found.opaque if (scope, name) not in assigned)
+        for called in reached:
+            references.opaque.update(what for scope, name, what in called.opaque if (scope, name) not in assigned)
         references.sources.update(*(function.references.sources for function in reached))
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
         sources, opaque = frozenset(references.sources), frozenset(references.opaque)
@@ -254,8 +251,8 @@ class CodeReader:
             if id(function) not in seen:
                 if id(function) not in self._functions:
                     self._functions[id(function)] = _Function(function, self)
-                found = seen[id(function)] = self._functions[id(function)]
-                waiting += found.calls
+                seen[id(function)] = self._functions[id(function)]
+                waiting += seen[id(function)].calls
         return list(seen.values())
 
 
@@ -265,7 +262,7 @@ class _Function:
     values: the plain values that it reads, as (namespace, name, description).
     opaque: the opaque objects that it reads, as (namespace, name, what it is).
     assigned: the globals that it sets, as (namespace, name).
-    filled: arguments with which it may change a list that is a default: torch loses that.
+    filled: arguments whose default is a list that it may change, which a graph would not do.
     """
 
     def __init__(self, function: types.FunctionType, reader: CodeReader):
@@ -300,7 +297,7 @@ class _Function:
         self.opaque.update((0, "", what) for what in self.references.opaque)
         self.calls: list[types.FunctionType] = []
         for call in self.references.all_functions():
-            # Of a library's, such as `contextlib.contextmanager` makes, those that it wraps.
+            # Of a library's wrapper, such as `contextlib.contextmanager` makes, what it wraps.
             wrapped = (inner for _, value in read_held_values(call) for inner in functions_in(value))
             self.calls += filter(_is_followed, [call] if _is_followed(call) else wrapped)
         self.described = repr((reader.describe_function(function), self._names))
@@ -310,7 +307,7 @@ class _Function:
     ) -> None:
         """Note what the function's names refer to in a module or class, and in those that they lead to.
 
-        owner: of the scope, as `CodeNotes.name` takes it. also: names beside the function's.
+        owner: of the scope, as for `CodeNotes.watch`. also: names beside the function's.
         """
         references, notes = self.references, self.references.notes
         function_of_torch = _is_functional(self.function)
@@ -349,9 +346,8 @@ class _Function:
                     _require_torchs(inner, value)
                 self._names.append((inner, [references.function(function) for function in called]))
             elif isinstance(value, OPERATORS):
-                self._names.append(
-                    (inner, references.describe_type(value) if is_library else references.describe(value))
-                )
+                describe = references.describe_type if is_library else references.describe
+                self._names.append((inner, describe(value)))
             elif is_code:
                 self._follow_namespace(inner, value, is_library)
             elif is_library and type(value) in PLAIN:
@@ -359,16 +355,15 @@ class _Function:
             elif is_library and callable(value):
                 self._names.append((inner, references.describe(value) if is_foreign(value) else type(value).__name__))
             elif not is_library:
-                found = CodeReferences(self._reader)
-                self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, found))
-                self.opaque.update((id(scope), name, what) for what in found.opaque)
-                references.add(found)
+                settings = CodeReferences(self._reader)
+                self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, settings))
+                self.opaque.update((id(scope), name, what) for what in settings.opaque)
+                references.add(settings)
 
     def _follow_namespace(self, path: str, value: types.ModuleType | type, is_library: bool) -> None:
-        is_passed_by = isinstance(value, type) and (
-            issubclass(value, torch.nn.Module) or is_of_library(value.__module__)
-        )
-        if value in self._namespaces or is_passed_by:
+        if value in self._namespaces:
+            return
+        if isinstance(value, type) and (issubclass(value, torch.nn.Module) or is_of_library(value.__module__)):
             return
         self._namespaces.add(value)
         if isinstance(value, types.ModuleType):
@@ -380,22 +375,18 @@ class _Function:
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
 
     def _read_environment(self) -> None:
-        """Code of an installed package reads there how it is set up, as transformers' does: its graph is not saved.
+        """Note that graphs are not to be saved where an installed package reads its setup, as transformers does.
 
-        Raises Indescribable for any other, whose variables may change from image to image.
+        Raises Indescribable for any other code, whose variables may change from image to image.
         """
-        if is_installed(self.function.__code__.co_filename):
-            self.opaque.add((0, "", "the environment's variables"))
-            return
-        raise Indescribable(f"{self.function.__qualname__}, which reads variables of the environment in each call")
+        if not is_installed(self.function.__code__.co_filename):
+            raise Indescribable(f"{self.function.__qualname__}, which reads variables of the environment in each call")
+        self.opaque.add((0, "", "the environment's variables"))
 
     def _settings(
         self, value: Any, references: CodeReferences, method: types.FunctionType | None = None
     ) -> Iterator[Any]:
-        """Descriptions of a plain value, or of those attributes of an object that the function reads.
-
-        method: of the object, that the function calls under another name.
-        """
+        """Descriptions of a plain value, or of the attributes of an object that the function or the method reads."""
         if isinstance(value, CONTAINERS):
             # An empty container says as little as an indescribable one: such are filled while a program runs.
             if len(value) > MAX_ITEMS:
@@ -418,16 +409,14 @@ class _Function:
 def find_unread_attributes(attributes: frozenset[str], codes: Iterable[types.CodeType]) -> frozenset[str]:
     """Attributes never read: neither by name nor by getattr with a prefix or suffix found in the code (f"kept_{n}")."""
     facts = list(map(facts_of, codes))
-    strings = frozenset().union(*(of.strings for of in facts))
-    read = strings.union(*(of.read for of in facts))
-    parts = {part for string in strings for part in string.split(".") if len(part) > 1}
-    return frozenset(
-        name for name in attributes - read if not any(name.startswith(p) or name.endswith(p) for p in parts)
-    )
+    strings = frozenset().union(*(fact.strings for fact in facts))
+    read = strings.union(*(fact.read for fact in facts))
+    affixes = tuple({part for string in strings for part in string.split(".") if len(part) > 1})
+    return frozenset(name for name in attributes - read if not (name.startswith(affixes) or name.endswith(affixes)))
 
 
 def _class_attributes(cls: type, names: frozenset[str], references: CodeReferences) -> list[tuple]:
-    """The class attributes with these names that are no functions, and whatever else there can be called."""
+    """Descriptions of the class attributes with these names that are no functions, and of other callables there."""
     described = []
     for base in cls.__mro__:
         if base in BASES:
@@ -443,20 +432,20 @@ def _class_attributes(cls: type, names: frozenset[str], references: CodeReferenc
 
 
 def _require_torchs(name: str, value: Any) -> None:
-    """Raise Indescribable if other code stands for what torch's own functions call: graphs of torch name only these."""
+    """Raise Indescribable if other code replaces a function of torch, which graphs name."""
     if any(not is_of_library(home_of(function)) for function in functions_in(value)):
         raise Indescribable(f"code of another extension in place of torch's {name}")
 
 
 def _find_imported_modules(level: int, name: str, scope: Mapping[str, Any]) -> Iterator[types.ModuleType]:
-    """The modules that an import in the middle of code gives, where they are there: the one named and the outermost."""
+    """The modules that an import inside a function gives, if loaded: the named one and the outermost."""
     package = scope.get("__package__") or ""
     full = importlib.util.resolve_name("." * level + name, package) if level and package else name
     yield from filter(None, map(sys.modules.get, dict.fromkeys((full.partition(".")[0], full))))
 
 
 def _is_functional(function: types.FunctionType) -> bool:
-    """Whether it is one of torch's functions that models call."""
+    """Whether it is a function of `torch.nn.functional`, in torch itself."""
     return function.__module__ == _FUNCTIONAL and is_of_library(home_of(function))
 
 
@@ -466,11 +455,11 @@ def is_generated(scope: Mapping[str, Any]) -> bool:
 
 
 def _is_hidden(function: types.FunctionType) -> bool:
-    """Whether something else has the place of a function that torch's graphs name by it: they would run that."""
+    """Whether something else has the function's name in torch, by which graphs would run that."""
     if not _is_functional(function) or "<" in function.__qualname__:
         return False
-    there = vars(torch.nn.functional).get(function.__qualname__)
-    return there is not None and there is not function
+    current = vars(torch.nn.functional).get(function.__qualname__)
+    return current is not None and current is not function
 
 
 def _is_followed(function: types.FunctionType) -> bool:
@@ -478,7 +467,7 @@ def _is_followed(function: types.FunctionType) -> bool:
 
 
 def find_unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -> types.CodeType | None:
-    """The first of what ran that is neither among what was read, nor a library's or this engine's; None without one."""
+    """The first code that ran without having been read, but for libraries' and this engine's; None without one."""
     known = set(read)
     waiting = list(known)
     while waiting:

@@ -1,4 +1,4 @@
-"""Snapshots of modules, cheap enough to ask at every call whether a model has changed since."""
+"""Snapshots of modules, which tell at every call whether a model has changed since."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from . import stored_form
 from .substitution import foreign_forward
 
 _SAMPLED = 47
-"""Weights that `WeightSnapshot.seems_current` looks at, spread over the model: enough to notice one that was moved as a
-whole or in large parts. A prime, lest of blocks with equal numbers of weights always the same one be looked at."""
+"""Weights that `WeightSnapshot.seems_current` checks, spread over the model: enough to notice large parts that moved.
+A prime, so that of equal blocks it does not check the same weight in each."""
 
 _ABSENT = object()
 
@@ -35,10 +35,7 @@ def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value, or of a tensor of a class of its own the first plain one in it, which is replaced with it.
-
-    Torch moves the former by swapping, and refuses that where somebody refers to them weakly.
-    """
+    """The value, or the first plain tensor in a tensor subclass: torch moves no subclass that has weak references."""
     try:
         while hasattr(type(value), "__tensor_flatten__"):
             value = getattr(value, value.__tensor_flatten__()[0][0])
@@ -50,9 +47,9 @@ def _plain(value: Any) -> Any:
 class LayoutSnapshot:
     """The modules that a model is made of, and how the weights of its blocks are stored; neither values nor devices.
 
-    blocks: each with the module that shows it with its weights in place: itself, or a copy (`streamed_weights.Plain`).
-        What a host keeps on such a block decides what the copy is like, so it is compared by identity.
-    eager: blocks whose weights may be stored in any way: these and their other tensors are compared by identity.
+    blocks: each with the module that shows it with its weights in place: itself, or a copy (`streamed_weights.Plain`)
+        made by what the host keeps on the block, which is compared by identity.
+    eager: blocks whose weights may be stored in any way; their tensors are compared by identity.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class LayoutSnapshot:
         blocks: Sequence[tuple[torch.nn.Module, torch.nn.Module]],
         eager: Sequence[torch.nn.Module] = (),
     ):
-        self._model = weakref.ref(model)  # which has what is kept here, and would keep itself alive
+        self._model = weakref.ref(model)  # which owns this snapshot, and would keep itself alive
         self._class = type(model)
         self.parts = [part for part in _changeable(model) if part is not model]
         self._states = [state for state in map(vars, self.parts) if all(name in state for name in _NAMED)]
@@ -92,7 +89,7 @@ class LayoutSnapshot:
         self._described_as, self._guard = _describe_storage(weights, tensors), tensor_guard(tensors)
 
     def changed_part(self, model: torch.nn.Module) -> str | None:
-        """Which part of the model is not as it was; None where all is. About 1 µs for each module."""
+        """The part of the model that has changed, for logs; None if none has. About 1 µs for each module."""
         if model is not self._model() or type(model) is not self._class:
             return "the model"
         try:
@@ -112,7 +109,7 @@ class LayoutSnapshot:
         return list(map(operator.getitem, self._holders, self._names))
 
     def _tensors(self, weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The weights, and the tensors in those of classes of their own."""
+        """The weights, and the tensors in those of tensor subclasses."""
         inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
         return [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
 
@@ -148,19 +145,19 @@ class LayoutSnapshot:
 
 
 def _describe_storage(weights: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> tuple[list, ...]:
-    """How weights are stored. tensors: in them."""
+    """How the weights, and the tensors in them, are stored."""
     ids, first = list(map(id, tensors)), {}
     return (
         list(map(type, weights)),
         list(map(_dtype_and_shape, tensors)),
         list(map(torch.Tensor.stride, tensors)),
-        # Which are one tensor
+        # Which of them are one tensor
         [first.setdefault(one, at) for at, one in enumerate(ids)] if len(set(ids)) < len(ids) else [],
     )
 
 
 def _changeable(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules in the model, without those compiled by TorchScript, which nobody changes."""
+    """The model's modules but for those compiled by TorchScript, which nobody changes."""
     return (part for part in model.modules() if isinstance(part._modules, dict))
 
 
@@ -169,16 +166,14 @@ class UnsupportedWeights(Refusal):
 
 
 class WeightSnapshot:
-    """The address of every weight, buffer and other tensor that the model's modules hold, and of those in them.
+    """The address of every weight, buffer and other tensor that the model's modules hold, and of the tensors in these.
 
-    streamed: for a model whose weights a host streams, the names of a module's parameters that are not read where they
-        are; the host keeps what is read on the module, at a fixed address. Its other parameters and buffers are new
-        tensors at each load: their addresses are no part of the digest; a captured call has copies (`replace_tensors`).
-    unread: attributes that the model's code sets in each call and never reads. They are left out, and are after a
-        captured call what they were before: what it set is in memory that others overwrite.
-    digest: of the address, shape, strides and type of each, and of what else its class is told (`stored_form`).
-    devices: where they are; one at most.
-
+    streamed: gives the names of a module's parameters that the host streams, to a fixed address that it keeps on the
+        module. Its other parameters and buffers are new tensors at each load: their addresses are no part of the
+        digest, and a captured call has copies of them (`replace_tensors`).
+    unread: attributes that the model's code sets and never reads: left out, and restored after a captured call, whose
+        memory others overwrite.
+    digest: of the address, shape, strides and type of each, and of its `stored_form`. devices: one at most.
     Raises UnsupportedWeights: some have no plain address, or they are on several devices.
     """
 
@@ -197,12 +192,11 @@ class WeightSnapshot:
             for holder in (module._parameters, module._buffers, module.__dict__):
                 is_loaded = streamed is not None and holder is not module.__dict__
                 for name, value in list(holder.items()):  # copied: another thread may put a stand-in there
-                    if not isinstance(value, torch.Tensor) or (is_loaded and name in elsewhere):
-                        continue
-                    if holder is module.__dict__ and name in unread:
+                    left_out = elsewhere if is_loaded else unread if holder is module.__dict__ else ()
+                    if not isinstance(value, torch.Tensor) or name in left_out:
                         continue
                     form = stored_form.form_or_none(value)
-                    # What is added to a weight is computed for each call, and so at no address.
+                    # What is added to a weight is computed in each call, and has no address.
                     if not (type(value) in PLAIN_TENSORS if form is None else not form.factors):
                         raise UnsupportedWeights(Reason("weights_type", type=type(value).__name__))
                     if form is None:
@@ -214,7 +208,7 @@ class WeightSnapshot:
                     parts = _Parts(holder, name)
                     places += [(parts, path) for path in form.names]
         self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
-        # A forward or a hook that is put on a module changes the length of one of these.
+        # A forward or a hook that is put on a module changes the length of one of these dicts.
         self._attributes, self._classes = [m.__dict__ for m in modules], list(map(type, modules))
         self._children = [m._modules for m in modules if m._modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -226,10 +220,11 @@ class WeightSnapshot:
         self._addresses = list(map(_address, tensors))
         count = min(len(places), _SAMPLED)
         sampled = [index * len(places) // count for index in range(count)]
-        self._sample = tuple([of[index] for index in sampled] for of in (self._holders, self._names, self._addresses))
-        anew = {(id(holder), name) for holder, name in self._loaded}
+        columns = self._holders, self._names, self._addresses
+        self._sample = tuple([column[index] for index in sampled] for column in columns)
+        loaded = {(id(holder), name) for holder, name in self._loaded}
         layout = [
-            (None if (id(holder), name) in anew else t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype))
+            (None if (id(holder), name) in loaded else t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype))
             for (holder, name), t in zip(places, tensors, strict=True)
         ]
         self.digest = hashlib.sha256(repr((layout, contexts)).encode()).hexdigest()
@@ -239,36 +234,31 @@ class WeightSnapshot:
         return list(map(operator.getitem, self._holders, self._names))
 
     def find_loaded_tensors(self) -> list[torch.Tensor]:
-        """Those of the tensors that are new ones at each load."""
+        """The tensors that each load replaces."""
         return [holder[name] for holder, name in self._loaded]
 
     @contextmanager
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, these tensors are in the place of those that each load brings; a call may set what is never read."""
-        kept = self.find_loaded_tensors()
-        unread = [(own, name, own.get(name, _ABSENT)) for own in self._attributes for name in self._unread]
+        """Inside, these tensors replace those of the load; afterwards, unread attributes are restored as well."""
+        saved = [(holder, name, holder[name]) for holder, name in self._loaded]
+        unread = [(holder, name, holder.get(name, _ABSENT)) for holder in self._attributes for name in self._unread]
         try:
-            for (holder, name), own, other in zip(self._loaded, kept, tensors, strict=True):
-                is_parameter = isinstance(own, torch.nn.Parameter)
-                holder[name] = torch.nn.Parameter(other, requires_grad=False) if is_parameter else other
+            for (holder, name, value), tensor in zip(saved, tensors, strict=True):
+                is_parameter = isinstance(value, torch.nn.Parameter)
+                holder[name] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             yield
         finally:
-            for (holder, name), own in zip(self._loaded, kept, strict=True):
-                holder[name] = own
-            for attributes, name, own in unread:
-                if own is not _ABSENT:
-                    attributes[name] = own
+            for holder, name, value in (*saved, *unread):
+                if value is _ABSENT:
+                    holder.pop(name, None)
                 else:
-                    attributes.pop(name, None)
+                    holder[name] = value
 
     def state(self) -> list[Any]:
-        """The objects that the modules and their classes hold, but for attributes that their code never reads.
-
-        Compare them with `are_same` after a call. Takes a few milliseconds.
-        """
+        """What the modules and their classes hold and may read, to be compared with `are_same`; a few milliseconds."""
         classes = dict.fromkeys(cls for cls in self._classes if not cls.__module__.startswith("torch."))
         holders = (*self._attributes, *map(vars, classes))
-        held = [value for own in holders for name, value in list(own.items()) if name not in self._unread]
+        held = [value for holder in holders for name, value in list(holder.items()) if name not in self._unread]
         inside = (value.values() if type(value) is dict else value for value in held if type(value) in (dict, list))
         return [*held, *chain.from_iterable(inside)]
 
@@ -288,9 +278,7 @@ class WeightSnapshot:
 
 
 class _Parts:
-    """The tensors in a weight of a class of its own, by their paths in it."""
-
-    __slots__ = ("_holder", "_name")
+    """The tensors in a weight of a tensor subclass, by their paths in it."""
 
     def __init__(self, holder: dict[str, Any], name: str):
         self._holder, self._name = holder, name

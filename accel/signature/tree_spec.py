@@ -2,10 +2,9 @@
 
 Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor sizes do, so each
 is passed as the size of an empty tensor; in an object (LTX 2's time steps) 1 is, too. 0, 1 and negative numbers are
-flags, empty counts and dimensions: constants. Larger numbers than any size, other numbers and strings are values, of
-which each needs its own graph: the cache key is the spec without them (`remove_values`).
-
-A function is its code, and what that closes over: a model may make one for each block and call.
+flags, empty counts and dimensions: constants. Larger numbers than any size, other numbers and strings are values, each
+with its own graph: the cache key is the spec without them (`remove_values`). A function is its code and what it closes
+over, since a model may make one for each block and call.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch
 _VALUES = (float, str, torch.Size)
 
 STAND_INS: dict[str, Callable[[types.FunctionType], Any]] = {}
-"""By module, for functions among the arguments: the constant that a graph gets in place of one; None for none."""
+"""By module, gives the constant that a graph takes in place of a function among the arguments, or None."""
 
 
 class UnsupportedArgument(TypeError):
@@ -41,7 +40,7 @@ class UnsupportedArgument(TypeError):
 class Function:
     """What functions of the same code in the same module have in common.
 
-    home: the id of their globals. make: gives one, of its defaults and of what its cells hold.
+    home: the id of their globals. make: makes one from its defaults and the contents of its cells.
     """
 
     code: types.CodeType
@@ -50,39 +49,36 @@ class Function:
 
     @property
     def module(self) -> str | None:
-        """The name of that module."""
+        """The module's name."""
         return self.make.__globals__.get("__name__")
 
     def __repr__(self) -> str:
         return f"{self.module}.{self.code.co_name}"
 
     def __reduce__(self) -> tuple:
-        """By name, for saved graphs: their closure has what they were traced with, and nothing asks for it."""
+        """By name alone, for saved graphs, which do not use it."""
         return str, (repr(self),)
 
 
 @functools.lru_cache(maxsize=4096)
 def size_tensor(size: int) -> torch.Tensor:
-    """What is passed for a whole number: an empty tensor of this size."""
+    """An empty tensor of this size, passed for a whole number."""
     with torch.inference_mode(False):
         return torch.empty(size, 0)
 
 
 def flatten(
-    value: Any,
-    tensors: list[torch.Tensor],
-    replace: Callable[[dict], Any] | None = None,
-    functions: bool = False,
+    value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None = None, functions: bool = False
 ) -> Spec:
     """The spec of `value`; its tensors are appended to `tensors`, each once and in order.
 
-    replace: may return something simpler in place of a dict (a host's per-call options, say). functions: are described
-        too, where they have nothing but their defaults and cells; their code is not (`functions_in`).
+    replace: may return something simpler in place of a dict (a host's per-call options, say).
+    functions: describe functions too, but for their code (`functions_in`), if they have only defaults and cells.
     Raises UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts, dataclasses and objects
     with slots of these.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) not in PLAIN_TENSORS:  # whose code decides what operators do
+        if type(value) not in PLAIN_TENSORS:  # a subclass decides what operators do
             raise UnsupportedArgument(f"a tensor of type {type(value).__module__}.{type(value).__qualname__}")
         for index, known in enumerate(tensors):
             if known is value:
@@ -127,12 +123,11 @@ def is_size(value: Any) -> bool:
 
 
 class RunsOthersCode:
-    """Base of constants that stand for a function of another program's. It may keep count of its calls, so that two
-    calls of a block with it cannot be compared."""
+    """Base of constants that stand for another program's function, which may count its calls: never run it twice."""
 
 
 def runs_others_code(spec: Spec) -> bool:
-    """Whether there is such a constant among the arguments."""
+    """Whether there is a `RunsOthersCode` among the arguments."""
     if spec[:1] == ("constant",):
         return issubclass(spec[2], RunsOthersCode)
     return any(isinstance(part, tuple) and runs_others_code(part) for part in spec)
@@ -157,13 +152,13 @@ def _parts_of(function: types.FunctionType) -> list[Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _factory(code: types.CodeType, defaults: int) -> types.CodeType | None:
-    """The code of a function that takes defaults and contents of cells, and makes the function that has them: a
-    compiler traces that, where it does not trace Python's own type. None if their names cannot be written."""
-    given = [f"_default_{at}" for at in range(defaults)]
-    parameters = ", ".join(f"{name}={name}" for name in given)
+    """The code of a function that makes one of this code, from its defaults and the contents of its cells; compilers
+    trace it, but not `types.FunctionType`. None if these names cannot be written."""
+    default_names = [f"_default_{at}" for at in range(defaults)]
+    parameters = ", ".join(f"{name}={name}" for name in default_names)
     inside = f"lambda {parameters}: ({', '.join((*code.co_freevars, ''))[:-1]})"
     try:
-        module = compile(f"lambda {', '.join((*given, *code.co_freevars))}: {inside}", __file__, "eval")
+        module = compile(f"lambda {', '.join((*default_names, *code.co_freevars))}: {inside}", __file__, "eval")
     except SyntaxError:
         return None
     outer = next(item for item in module.co_consts if isinstance(item, types.CodeType))
@@ -174,7 +169,7 @@ def _factory(code: types.CodeType, defaults: int) -> types.CodeType | None:
 
 
 def _flatten_part(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
-    """As `flatten`, but for whole numbers: a block's place among others begins at 0."""
+    """As `flatten`, with whole numbers from 0 on as sizes, since a block's index begins there."""
     if type(value) is int and 0 <= value <= _LARGEST:
         tensors.append(size_tensor(value + _ABOVE_ONE))
         return ("number",)
@@ -190,8 +185,8 @@ _LARGEST = 2**31 - 1 - _ABOVE_ONE
 
 @functools.lru_cache(maxsize=1024)
 def _fields(cls: type) -> tuple[str, ...] | None:
-    """The fields from which an instance of the class can be rebuilt: of a dataclass, or of a class whose state is in
-    slots of its own (LTX 2's CompressedTimestep). None if they do not determine it."""
+    """The fields that determine an instance, of a dataclass or a class with slots (LTX 2's CompressedTimestep); None
+    where they do not."""
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
         # An `__init__` that is written by hand may do more than set the fields.
@@ -210,28 +205,26 @@ _CUSTOM = {"__new__", "__setattr__", "__getattribute__", "__getattr__", "__del__
 
 
 def _make_instance(cls: type, fields: dict[str, Any]) -> Any:
-    """An instance with these fields; of a class with slots without a call of its `__init__`, which takes others."""
+    """An instance with these fields. For a class with slots, `__init__`, which takes others, is not called."""
     if dataclasses.is_dataclass(cls):
         return cls(**fields)
-    made = object.__new__(cls)
+    instance = object.__new__(cls)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+        setattr(instance, name, value)
+    return instance
 
 
 def makers(spec: Spec) -> frozenset[types.CodeType]:
-    """The code that `rebuild` runs of the objects' classes, and which is not the block's."""
-    own: frozenset[Any] = frozenset()
+    """The code of dataclasses that `rebuild` runs, which is not the block's."""
+    codes: frozenset[Any] = frozenset()
     if spec[:1] == ("object",) and dataclasses.is_dataclass(spec[1]):
-        own = frozenset([getattr(spec[1].__init__, "__code__", None)])  # type: ignore[misc]  # of its very class
-    return own.union(*(makers(part) for part in spec if isinstance(part, tuple)))
+        codes = frozenset([getattr(spec[1].__init__, "__code__", None)])  # type: ignore[misc]  # of its very class
+    return codes.union(*(makers(part) for part in spec if isinstance(part, tuple)))
 
 
 def rebuild(spec: Spec, tensors: Sequence[torch.Tensor], closed_over: list[Any] | None = None) -> Any:
-    """The value that `flatten` described; simple enough for a compiler to trace.
-
-    closed_over: gets what functions in it close over, for `is_unchanged`.
-    """
+    """The value that `flatten` described; simple enough for a compiler to trace. closed_over: filled for `is_unchanged`
+    with what functions in it close over."""
     value, used = _rebuild(spec, tensors, 0, closed_over)
     assert used == len(tensors)
     return value
@@ -268,7 +261,7 @@ def _rebuild(
 
 
 def remove_values(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
-    """The spec with the types of its values only, and the values as strings, in order."""
+    """The spec with the types of its values alone, and the values as strings, in order."""
     values: list[str] = []
     return _remove_values(spec, values), tuple(values)
 
@@ -289,7 +282,7 @@ def _remove_values(spec: Spec, values: list[str]) -> Spec:
 
 
 def number_indices(spec: Spec) -> list[int]:
-    """The indices of those of the call's tensors that stand for whole numbers."""
+    """The indices of the tensors that stand for whole numbers."""
     return [at for at, tag in enumerate(tensor_tags(spec)) if tag != "tensor"]
 
 
@@ -315,8 +308,7 @@ def tensor_tags(spec: Spec) -> Iterator[str]:
 
 
 def is_unchanged(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], closed_over: Sequence[Any] = ()) -> bool:
-    """Whether a value that `rebuild` made has the same tensors and constants still, in lists, dicts and objects too;
-    simple enough for a compiler to trace."""
+    """Whether a value that `rebuild` made still has the same tensors and constants; simple enough to trace."""
     for parts, items, at in ((spec, value, 0), *closed_over):
         if _end_of(parts, items, tensors, at) is None:
             return False
@@ -351,6 +343,6 @@ def _end_of(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], at: int) ->
 
 
 def functions_in(spec: Spec) -> tuple[Function, ...]:
-    """The functions in it, whose code it does not describe."""
-    own = spec[1:2] if spec[:1] == ("function",) else ()
-    return own + tuple(found for part in spec if isinstance(part, tuple) for found in functions_in(part))
+    """The functions in the spec, which does not describe their code."""
+    outermost = spec[1:2] if spec[:1] == ("function",) else ()
+    return outermost + tuple(inner for part in spec if isinstance(part, tuple) for inner in functions_in(part))

@@ -1,7 +1,7 @@
 """Compiled graphs saved on disk and loaded in place of compiling, so that they survive a restart.
 
-The disk is a hint. Whatever is wrong with it, or with what is on it, costs the time to compile and nothing else; the
-reason is counted, and logged where somebody could fix it.
+The disk is a hint: whatever is wrong with it costs the time to compile and nothing else; the reason is counted, and
+logged where somebody could fix it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ _PRUNE_EVERY = 16
 """Saves between two checks of the folder's size."""
 
 _MOST_REASONS = 256
-"""Kept for the report; a message may contain a name that is different each time."""
+"""Reasons kept for the report: a message may contain a name that is different each time."""
 
 _MOST_OPENED = 4
 """Graphs opened for one call: each may take a second."""
 
 _MOST_FAILURES, _PAUSE = 3, 300.0
+"""Failures in a row after which the disk is left alone, and for how many seconds."""
 
 
 def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
-    """Give the process' shared cache its store, once; any other cache keeps what it has. Touches no disk.
+    """Give the process' shared cache its store, once, without touching the disk; other caches keep theirs.
 
     find_home: gives the folder for settings and graphs, which may not exist yet; None where there is none.
     """
@@ -65,7 +66,7 @@ def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
 
 
 class CircuitBreaker:
-    """Opens after 3 failures in a row, and stays open for 5 minutes: meanwhile nothing should be tried.
+    """Opens after some failures in a row, for some minutes in which nothing should be tried.
 
     A network's timeout may be a minute long, and a model has dozens of kinds of blocks.
     """
@@ -87,23 +88,19 @@ class CircuitBreaker:
 
 
 class GraphStore:
-    """Saved graphs of one folder. Nothing is read or written before the first look at `candidates` or `save`.
+    """Saved graphs of one folder. Nothing is read or written before the first call of `candidates` or `save`.
 
     folder: of the files. Loading one runs its code, so whoever can write to the folder is trusted.
-    max_bytes: gives what the folder may hold; the least recently used graphs are evicted. 0 saves nothing.
+    max_bytes: gives the bound on the folder's size; the least recently used graphs are evicted. 0 saves nothing.
     """
 
     def __init__(self, folder: Folder, max_bytes: Callable[[], int] = lambda: DEFAULT_STORE_MB << 20):
-        self._folder = folder
-        self._max_bytes = max_bytes
+        self._folder, self._max_bytes = folder, max_bytes
         self._lock = threading.Lock()
-        self._lookups = 0
-        self._loaded = 0
-        self._saved = 0
-        self._loading = CircuitBreaker()
-        self._saving = CircuitBreaker()  # of its own: what is on a full disk, or one that is read-only, is still loaded
+        self._lookups = self._loaded = self._saved = 0
+        self._loading, self._saving = CircuitBreaker(), CircuitBreaker()  # a full or read-only disk still loads
         self._distrusted: set[str] = set()
-        self._own: set[str] = set()
+        self._saved_here: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
 
     def candidates(
@@ -116,10 +113,9 @@ class GraphStore:
     ) -> Iterator[Saved]:
         """The saved graphs of this key, the most recently used first; the caller opens them until one serves its call.
 
-        Where none was used, the reason is counted.
-
-        name: of the kind, for the report. devices: of the call's tensors. values: those of the call
-        (`tree_spec.remove_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
+        Where none was used, the reason is counted. name: of the kind, for the report. devices: of the call's tensors.
+        values: the call's (`tree_spec.remove_values`). interrupts: exceptions that mean "stop the run", the only
+        ones raised.
         """
         if backend_named(key.backend).load is None or self._loading.is_open:
             return
@@ -131,41 +127,40 @@ class GraphStore:
             yield from self._candidates(digest, here, name, interrupts)
 
     def _candidates(self, digest: str, here: dict[str, str], name: str, interrupts) -> Iterator[Saved]:
-        opened, failed = 0, False
-        why = BadEntry(NOTHING_SAVED)
+        opened, has_failed, reason = 0, False, BadEntry(NOTHING_SAVED)
         files = [file for file in self._folder.files(digest) if file.name.endswith(GRAPH)]
         for file in sorted(files, key=lambda file: -file.used):
             stem = file.name.removesuffix(GRAPH)
             if opened >= _MOST_OPENED or self._loading.is_open:
                 break
             if stem in self._distrusted:
-                why = BadEntry("what was saved of it failed in this process")
+                reason = BadEntry("what was saved of it failed in this process")
                 continue
             try:
                 found = manifest.read(self._folder, stem)
                 other = store_key.difference(here, found.environment)
                 if other is not None:
                     raise BadEntry(other)
-                saved = Saved(self, found, _facts(found.facts), interrupts)
-            except BadEntry as bad:
-                why = strip_frames(bad)
+                saved = Saved(self, found, _read_facts(found.facts), interrupts)
+            except BadEntry as error:
+                reason = strip_frames(error)
             except OSError as error:
                 pass_on(error, interrupts)
-                failed, why = True, self._unreadable(error)
+                has_failed, reason = True, self._record_read_failure(error)
             else:
                 yield saved
                 opened += saved.is_read
-                failed, why = failed or saved.has_failed_disk, saved.why
-        if not failed:
+                has_failed, reason = has_failed or saved.has_failed_disk, saved.why
+        if not has_failed:
             self._loading.record_success()
-        self._note(name, str(why), why.level)
+        self._note(name, str(reason), reason.level)
 
-    def _unreadable(self, error: OSError) -> BadEntry:
+    def _record_read_failure(self, error: OSError) -> BadEntry:
         self._loading.record_failure()
         return BadEntry(f"it cannot be read: {error}", logging.WARNING)
 
     def identify(self, key: GraphKey, name: str, devices: Iterable[torch.device], graph: CompiledGraph) -> None:
-        """Note on a graph what it is valid for, as torch is set now; `save` asks for that, where it comes later."""
+        """Note on a graph what it is valid for, as torch is set now, for a later `save`."""
         with self._fail_open(name, "not saved", self._saving, ()):
             graph.identity = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
 
@@ -177,10 +172,9 @@ class GraphStore:
         graph: CompiledGraph,
         interrupts: tuple[type[BaseException], ...] = (),
     ) -> bool:
-        """Save a graph that was just compiled; whether that was done. Raises nothing but `interrupts`.
+        """Save a graph that was just compiled, on the caller's thread; whether it was. Raises nothing but `interrupts`.
 
-        Runs on the caller's thread: writing takes milliseconds after a compilation of seconds, and a process that
-        ends right after its first image has lost nothing.
+        Writing takes milliseconds after seconds of compiling, and a process that ends right afterwards loses nothing.
         """
         save, graph.save = graph.save, None  # it references all that was needed for compiling
         if save is None or self._saving.is_open:
@@ -192,15 +186,15 @@ class GraphStore:
                 return False
             digest, here = graph.identity
             data = save()
-            made = manifest.describe(digest, name, here, asdict(graph.facts), data)
-            manifest.write(self._folder, made, data)
-            graph.saved_as = made.stem
-            self._note_saved(made.stem)
+            description = manifest.describe(digest, name, here, asdict(graph.facts), data)
+            manifest.write(self._folder, description, data)
+            graph.saved_as = description.stem
+            self._note_saved(description.stem)
             return True
         return False
 
     def save_facts(self, graph: CompiledGraph, name: str, interrupts: tuple[type[BaseException], ...] = ()) -> None:
-        """Save what is known of a saved graph by now, which was found out after it was compiled."""
+        """Save what was found out about a saved graph since it was compiled."""
         if graph.saved_as is None or graph.saved_as in self._distrusted or self._saving.is_open:
             return
         with self._fail_open(name, "not saved", self._saving, interrupts):
@@ -208,16 +202,15 @@ class GraphStore:
             manifest.write(self._folder, replace(found, facts=asdict(graph.facts)), data)
 
     def distrust(self, stem: str) -> bool:
-        """Stop loading this graph in this process, since it failed; whether compiling anew may do better.
+        """Stop loading a graph that failed; whether compiling anew may do better: not if this process made the graph.
 
-        It may, unless this process made the graph, which is then deleted. A graph of another process stays: it may be
-        right where it was made, and where it is not, the graph compiled in its place is newer and so found first.
+        Its own graph is deleted. Another process' stays: it may be right there, and a newer graph is found first.
         """
         self.stop_loading(stem)
-        is_own = stem in self._own
-        if is_own:
-            self._folder.remove(stem + GRAPH)
-        return not is_own
+        if stem not in self._saved_here:
+            return True
+        self._folder.remove(stem + GRAPH)
+        return False
 
     def stop_loading(self, stem: str) -> None:
         """Leave this graph alone in this process."""
@@ -225,10 +218,7 @@ class GraphStore:
             self._distrusted.add(stem)
 
     def statistics(self) -> dict[str, Any]:
-        """The folder and what this process did there, as JSON.
-
-        lookups: calls of `candidates`; loaded: those that found a graph. misses: why others did not, or were not saved.
-        """
+        """The folder and what this process did there, as JSON: lookups, graphs loaded and saved, reasons for misses."""
         with self._lock:
             misses = [{"block": block, "reason": reason, "count": n} for (block, reason), n in self._misses.items()]
             counts = {"lookups": self._lookups, "loaded": self._loaded, "saved": self._saved}
@@ -238,7 +228,7 @@ class GraphStore:
     def _fail_open(
         self, name: str, failed: str, breaker: CircuitBreaker, interrupts: tuple[type[BaseException], ...]
     ) -> Iterator[None]:
-        """Note why the work inside failed, in place of raising it. failed: what to say before the error."""
+        """Count the error of the work inside, in place of raising it. failed: the words before the error."""
         try:
             yield
         except Exception as error:
@@ -261,7 +251,7 @@ class GraphStore:
     def _note_saved(self, stem: str) -> None:
         with self._lock:
             self._saved += 1
-            self._own.add(stem)
+            self._saved_here.add(stem)
             is_due = self._saved % _PRUNE_EVERY == 1
         self._saving.record_success()
         if is_due:
@@ -277,16 +267,16 @@ class GraphStore:
             if (name, reason) not in self._misses and len(self._misses) >= _MOST_REASONS:
                 return
             count = self._misses[name, reason] = self._misses.get((name, reason), 0) + 1
-            first_of_reason = count == 1 and sum(known == reason for _, known in self._misses) == 1
-        if first_of_reason:
+            is_first = count == 1 and sum(known == reason for _, known in self._misses) == 1
+        if is_first:
             log.log(level, "saved graphs, %s: %s", name, reason)
         emit("store", block=name, reason=reason)
 
 
 class Saved:
-    """One saved graph of a key. `with saved:` tries it: what fails inside ends there, and is the reason for a miss.
+    """One saved graph of a key. `with saved:` tries it; an error inside is kept as the reason for a miss (`why`).
 
-    facts: what it is good for, known without opening it. why: it was not used.
+    facts: what it is good for, known without opening it.
     """
 
     def __init__(self, store: GraphStore, found: Manifest, facts: Facts, interrupts: tuple[type[BaseException], ...]):
@@ -302,7 +292,7 @@ class Saved:
         return data
 
     def use(self, graph: CompiledGraph) -> CompiledGraph:
-        """The graph, made of the bytes, which counts as loaded and as used now."""
+        """The graph made of the bytes, which counts as loaded and as used now."""
         graph.saved_as = self._found.stem
         self._store._note_loaded(self._found.stem)
         return graph
@@ -317,7 +307,7 @@ class Saved:
         if isinstance(error, BadEntry):
             self.why = strip_frames(error)
         elif isinstance(error, OSError) and (error.errno is not None or not self.is_read):  # as where a disk is full
-            self.has_failed_disk, self.why = True, self._store._unreadable(error)
+            self.has_failed_disk, self.why = True, self._store._record_read_failure(error)
         elif is_shortage(error):
             self.why = BadEntry(f"there was too little memory for it: {error}")
         else:  # torch reading its own bytes, and the kernels' libraries, raise anything; it all means the same
@@ -326,7 +316,7 @@ class Saved:
         return True
 
 
-def _facts(stored: dict[str, Any]) -> Facts:
+def _read_facts(stored: dict[str, Any]) -> Facts:
     try:
         return Facts(
             static_ones=tuple((int(index), int(dimension)) for index, dimension in stored["static_ones"]),
@@ -334,14 +324,14 @@ def _facts(stored: dict[str, Any]) -> Facts:
             changed=tuple(int(index) for index in stored["changed"]),
             dynamic=bool(stored["dynamic"]),
             values=tuple(str(value) for value in stored["values"]),
-            fixed=_sizes(stored["fixed"]),
-            grown=_sizes(stored["grown"]),
-            ones=tuple((_sizes(sizes), str(asked)) for sizes, asked in stored["ones"]),
+            fixed=_read_sizes(stored["fixed"]),
+            grown=_read_sizes(stored["grown"]),
+            ones=tuple((_read_sizes(sizes), str(asked)) for sizes, asked in stored["ones"]),
             asked=str(stored["asked"]),
         )
     except (KeyError, TypeError, ValueError):
         raise BadEntry("its manifest is damaged") from None
 
 
-def _sizes(stored: Any) -> tuple[tuple[int, int, int], ...]:
+def _read_sizes(stored: Any) -> tuple[tuple[int, int, int], ...]:
     return tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored)
