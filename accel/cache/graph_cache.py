@@ -120,8 +120,8 @@ class GraphCache:
         """Totals. Seconds, bytes, counts. The entries themselves: `entries`."""
         with self._lock:
             entries = list(self._entries.values())
-            limits = {"max_entries": self._max_entries, "max_bytes": self.max_bytes}
-            totals = {**self._counts, "evictions": self.evictions, **limits}
+            totals = {**self._counts, "evictions": self.evictions}
+            totals |= {"max_entries": self._max_entries, "max_bytes": self.max_bytes}
             evicted_hits = self._evicted_hits
         return {
             "entries": len(entries),
@@ -143,12 +143,11 @@ class GraphCache:
     def get(self, key: Hashable, lease: Lease | None = None) -> Entry | None:
         """The entry of the key, which counts as used now; None where there is none."""
         with self._lock:
-            if key not in self._entries:
-                return None
+            entry = self._entries.get(key)
             self._touch(key)
-            if lease is not None:
-                lease.add(self._entries[key])
-            return self._entries[key]
+            if entry is not None and lease is not None:
+                lease.add(entry)
+            return entry
 
     def keys(self) -> list[Hashable]:
         """Every key, the most recently used last."""

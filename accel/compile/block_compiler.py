@@ -99,7 +99,7 @@ def compile_block(
     lifted = list(_lift_batches(inputs, call.spec)) if call.any_size and lifts else []
     for layouts in (*lifted, inputs):
         trace = Trace()
-        examples, static_ones = _make_examples(layouts, [tensor.device for tensor in inputs], call.any_size)
+        examples = _make_examples(layouts, [tensor.device for tensor in inputs], call.any_size)
         try:
             with _free_at_end(examples), _example_weights(weights, kind) as weight_examples:
                 tensors = (*weight_examples, *examples)
@@ -117,13 +117,22 @@ def compile_block(
     sizes = ((at, d, size) for at, weight in enumerate(weights) for d, size in enumerate(weight.shape))
     weight_sizes = [item for item in sizes if item[:2] not in kind.varying]  # a host may have put others there since
     facts = Facts(
-        static_ones=tuple((i + len(weights), d) for i, d in static_ones),
+        static_ones=tuple(
+            (at, d)
+            for at, layout in enumerate(layouts, len(weights))
+            for d, size in enumerate(layout.shape)
+            if size == 1
+        ),
         weights=len(weights),
         changed=tuple(at - len(weights) for at in trace.changed) if trace.calls else tuple(range(len(inputs))),
         dynamic=call.any_size,
         values=call.values,
         fixed=(*weight_sizes, *(item for item in fixed if item[0] >= len(weights))),
-        grown=tuple((i + len(weights), 0, rows) for i, rows in _find_grown_rows(inputs, layouts)),
+        grown=tuple(
+            (at, 0, tensor.shape[0])
+            for at, (tensor, larger) in enumerate(zip(inputs, layouts, strict=True), len(weights))
+            if tensor.ndim and tensor.shape[0] > 1 and larger.shape[0] == 2 * tensor.shape[0]
+        ),
     )
     block.general = trace if trace.calls else None  # of a backend that does not trace
     block.code = None  # it refers to the model, as no graph may
@@ -204,7 +213,7 @@ class _Block:
 
     def _trace(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Trace:
         trace, count = Trace(), len(self.kind.tensors)
-        examples, _ = _make_examples(tensors[count:], devices, True)
+        examples = _make_examples(tensors[count:], devices, True)
         with self.tracing(), _free_at_end(examples), _example_weights(tensors[:count], self.kind) as weights:
             artifact, _ = _compile(self, (*weights, *examples), True, backend_named("eager"), trace, is_kept=False)
         artifact.release()
@@ -236,10 +245,9 @@ def _compile(  # type: ignore[return]  # the last round returns or raises
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             refusal = cause_among(error, (KeepsState, CompileFailed))
-            if isinstance(refusal, KeepsState):
-                raise CompileFailed(Reason("keeps_state", place=str(refusal))) from error
-            if isinstance(refusal, CompileFailed):
-                raise CompileFailed(refusal.reason) from error
+            if refusal is not None:
+                kept_state = Reason("keeps_state", place=str(refusal))
+                raise CompileFailed(refusal.reason if isinstance(refusal, CompileFailed) else kept_state) from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
                 raise CompileFailed(_reason_of(error)) from error
 
@@ -388,27 +396,16 @@ def _lift_batches(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Itera
         yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
-def _find_grown_rows(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """(input, rows) of the inputs with more than one row that have twice as many when lifted."""
-    for index, (tensor, larger) in enumerate(zip(inputs, lifted, strict=True)):
-        if tensor.ndim and tensor.shape[0] > 1 and larger.shape[0] == 2 * tensor.shape[0]:
-            yield index, tensor.shape[0]
-
-
 def _make_examples(
     layouts: Sequence[torch.Tensor], devices: Sequence[torch.device], dynamic: bool
-) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Unfilled tensors of these layouts, dynamic dimensions marked; and the (input, dimension) pairs that are 1."""
-    examples, ones = [], []
-    for index, (tensor, device) in enumerate(zip(layouts, devices, strict=True)):
-        example = empty_dense_like(tensor, device=device)
-        for dimension, size in enumerate(tensor.shape):
-            if size == 1:
-                ones.append((index, dimension))
-            elif dynamic and size:
+) -> list[torch.Tensor]:
+    """Unfilled tensors of these layouts; where dynamic, their sizes above 1 are marked so."""
+    examples = [empty_dense_like(tensor, device=device) for tensor, device in zip(layouts, devices, strict=True)]
+    for example in examples if dynamic else ():
+        for dimension, size in enumerate(example.shape):
+            if size > 1:
                 torch_internals.MARK_DYNAMIC.get()(example, dimension)
-        examples.append(example)
-    return examples, ones
+    return examples
 
 
 @contextmanager
@@ -424,10 +421,7 @@ def _free_at_end(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def _set_trace_options(dynamic: bool, oblivious: bool, watched: frozenset[str] | None):
-    """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious).
-
-    watched: as for `switches.treat_as_constants`.
-    """
+    """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
     dynamo, symbols = torch._dynamo.config, torch.fx.experimental._config
     settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
     numpy = {"use_numpy_random_stream": True}  # else its random numbers become torch's, which others then miss

@@ -317,8 +317,7 @@ class _Function:
             for name in sorted(self.facts.loaded.intersection(vars(builtins)).difference(scope)):
                 notes.watch_absent(scope, name)
                 notes.watch(vars(builtins), name)
-                others = [references.function(function) for function in functions_in(vars(builtins)[name])]
-                if others:
+                if others := [references.function(function) for function in functions_in(vars(builtins)[name])]:
                     self._names.append((name, others))
         names = self.facts.names | self.facts.asked if path else self.facts.loaded  # not attributes named like globals
         if "__name__" in scope and path and not is_library:

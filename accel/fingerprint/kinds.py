@@ -161,10 +161,8 @@ def describe(
         cls = type(module)
         described = [(name, attributes[name].described) for name in sorted(attributes) if attributes[name].is_own]
         digest.update(repr((path, cls.__module__, cls.__qualname__, described)).encode())
-    names, forms, shapes = [], [], []
+    shapes, forms = [], tuple(form for _, _, form in weights)
     for name, tensor, form in weights:
-        names.append(name)
-        forms.append(form)
         if form is None:
             shapes.append(tensor.shape)
             digest.update(repr((name, *_describe_layout(tensor))).encode())
@@ -174,13 +172,13 @@ def describe(
     return Description(
         name=type(block).__name__,
         digest=digest.hexdigest(),
-        weights=tuple(names),
+        weights=tuple(name for name, _, _ in weights),
         shapes=tuple(shapes),
         code=code,
         read=tuple(settings),
         notes=references.notes,
         numbers=_numbers(parts),
-        forms=tuple(forms) if any(forms) else (),
+        forms=forms if any(forms) else (),
     )
 
 
@@ -322,10 +320,7 @@ def weight_slots(
 
 
 def template_of(
-    block: torch.nn.Module,
-    wraps: Wraps | None = None,
-    read: Read | None = None,
-    wrapped: WrappedForward | None = None,
+    block: torch.nn.Module, wraps: Wraps | None = None, read: Read | None = None, wrapped: WrappedForward | None = None
 ) -> torch.nn.Module:
     """An independent copy of the block with its weights on the meta device: code and settings without memory.
 

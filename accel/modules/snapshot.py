@@ -68,13 +68,13 @@ class LayoutSnapshot:
         self._blocks = [*(block for block, _ in blocks), *eager]
         inside = [part for block, _ in blocks for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers)]
-        self._slots = [(holder, name) for holder in holders for name in holder]
-        self._holders, self._names = [holder for holder, _ in self._slots], [name for _, name in self._slots]
+        self._holders = [holder for holder in holders for _ in holder]
+        self._names = [name for holder in holders for name in holder]
         inside = [part for block in eager for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers, part.__dict__)]
         places = [(holder, *item) for holder in holders for item in holder.items()]
         self._stored = [(*at, weakref.ref(_plain(value))) for *at, value in places if isinstance(value, torch.Tensor)]
-        weights = self._weights()
+        weights = self._read_weights()
         self._are_none = [weight is None for weight in weights]
         forms = [None if weight is None else stored_form.form_or_none(weight) for weight in weights]
         self._forms = [(at, form) for at, form in enumerate(forms) if form is not None]
@@ -84,8 +84,8 @@ class LayoutSnapshot:
             if shown is not block
             for part, as_shown in zip(block.modules(), shown.modules(), strict=True)
         ]
-        self._kept, self._state = self._objects(), self._describe_storage()
-        tensors = self._tensors(weights)
+        self._kept, self._state = self._read_objects(), self._describe_state()
+        tensors = self._read_tensors(weights)
         self._described_as, self._guard = _describe_storage(weights, tensors), tensor_guard(tensors)
 
     def changed_part(self, model: torch.nn.Module) -> str | None:
@@ -95,29 +95,29 @@ class LayoutSnapshot:
         try:
             if not are_same(self._read_members(), self._named) or list(map(len, self._named)) != self._sizes:
                 return "which modules and weights it has"
-            if not are_same(self._objects(), self._kept):
+            if not are_same(self._read_objects(), self._kept):
                 return "a module or forward"
             if not all(stored() is _plain(holder[name]) is not None for holder, name, stored in self._stored):
                 return "a weight of an uncompiled block"
-            if self._describe_storage() != self._state:
+            if self._describe_state() != self._state:
                 return "training mode, or what the host keeps"
             return None if self._are_stored_as_before() else "how weights are stored"
         except (AttributeError, KeyError, RunEagerly):
             return "something that is gone, or stored in another form"
 
-    def _weights(self) -> list[torch.Tensor | None]:
+    def _read_weights(self) -> list[torch.Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))
 
-    def _tensors(self, weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _read_tensors(self, weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The weights, and the tensors in those of tensor subclasses."""
         inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
         return [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
 
     def _are_stored_as_before(self) -> bool:
-        weights = self._weights()
+        weights = self._read_weights()
         if list(map(operator.is_, weights, repeat(None))) != self._are_none:
             return False
-        tensors = self._tensors(weights)
+        tensors = self._read_tensors(weights)
         if not self._guard(*tensors):  # they may still be the same on another device
             if _describe_storage(weights, tensors) != self._described_as:
                 return False
@@ -131,14 +131,14 @@ class LayoutSnapshot:
         named = map(operator.getitem, chain.from_iterable(map(repeat, self._states, repeat(3))), cycle(_NAMED))
         return [*named, *(getattr(model, name) for name in _NAMED)]
 
-    def _objects(self) -> list[Any]:
+    def _read_objects(self) -> list[Any]:
         """What is compared by identity."""
         kept = [attributes[name] for attributes, names in self._hosts for name in names]
         inside = chain.from_iterable(value for value in kept if type(value) is list)
         children = chain.from_iterable(map(dict.values, self._children))
         return [*children, *map(type, self.parts), *map(foreign_forward, self._blocks), *kept, *inside]
 
-    def _describe_storage(self) -> tuple[list, list]:
+    def _describe_state(self) -> tuple[list, list]:
         """What is compared by value."""
         hosts = [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts]
         return list(map(dict.get, self._states, repeat("training"))), hosts  # type: ignore[arg-type]  # of objects

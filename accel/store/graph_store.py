@@ -72,8 +72,7 @@ class CircuitBreaker:
     """
 
     def __init__(self) -> None:
-        self._failures = 0
-        self._until = 0.0
+        self._failures, self._until = 0, 0.0
 
     @property
     def is_open(self) -> bool:
@@ -189,7 +188,16 @@ class GraphStore:
             description = manifest.describe(digest, name, here, asdict(graph.facts), data)
             manifest.write(self._folder, description, data)
             graph.saved_as = description.stem
-            self._note_saved(description.stem)
+            with self._lock:
+                self._saved += 1
+                self._saved_here.add(description.stem)
+                is_prune_due = self._saved % _PRUNE_EVERY == 1
+            self._saving.record_success()
+            if is_prune_due:
+                try:
+                    self._folder.prune(self._max_bytes())
+                except OSError as error:
+                    log.warning("saved graphs: the folder cannot be looked through: %s", error)
             return True
         return False
 
@@ -247,18 +255,6 @@ class GraphStore:
         self._loading.record_success()
         with contextlib.suppress(OSError):  # a read-only folder serves all the same
             self._folder.touch(stem + GRAPH)
-
-    def _note_saved(self, stem: str) -> None:
-        with self._lock:
-            self._saved += 1
-            self._saved_here.add(stem)
-            is_due = self._saved % _PRUNE_EVERY == 1
-        self._saving.record_success()
-        if is_due:
-            try:
-                self._folder.prune(self._max_bytes())
-            except OSError as error:
-                log.warning("saved graphs: the folder cannot be looked through: %s", error)
 
     def _note(self, name: str, reason: str, level: int = logging.DEBUG) -> None:
         """Count a miss, and log the first of each reason."""

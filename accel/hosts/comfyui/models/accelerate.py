@@ -77,13 +77,9 @@ def accelerate(
         from . import capture
 
         capture.attach(cache, patched)
-    compiling = {
-        "backend": settings.backend,
-        "shapes": "any size" if settings.any_size else "exact size",
-        "check_gain": settings.measured,
-        "graphs": graphs,
-        "quality": quality,
-    }
+    shapes = "any size" if settings.any_size else "exact size"
+    compiling: dict[str, Any] = {"backend": settings.backend, "shapes": shapes, "check_gain": settings.measured}
+    compiling |= {"graphs": graphs, "quality": quality}
     wrappers = {
         WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, cache, made_by, compiling),
         WrappersMP.SAMPLER_SAMPLE: note_sampling,
