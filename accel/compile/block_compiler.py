@@ -166,7 +166,7 @@ def _code_of(code: ReadCode | None) -> tuple[frozenset[types.CodeType], frozense
 
 
 def take_code(graph: CompiledGraph, devices: Iterable[torch.device]) -> None:
-    """Load a graph's code that another process has made. devices: of a call. Raises Exception of any type: none is."""
+    """Load a graph's code that another process has made. devices: of a call. Raises Exception, of any type."""
     with _one_at_a_time, random_numbers_kept(devices):
         graph.take_code()
 

@@ -393,7 +393,7 @@ def _notes_of(block: _Block, wraps: Wraps | None, read: Read | None = None) -> C
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
                 notes.watch(part.__dict__, name)
         note_part(part, notes, shown=block.shown is block.block, outermost=not path)
-    for part, _ in wrapped_layers.find_wrapped(block.block, wraps):  # a forward or hook here would be left out
+    for part, _ in wrapped_layers.find_wrapped(block.block, wraps):  # called uncompiled once it has one of these
         notes.watch_absent(part.__dict__, "forward")
         notes.watch_len(part._forward_hooks)
         notes.watch_len(part._forward_pre_hooks)
