@@ -143,7 +143,8 @@ class InlineCache:
         self, args: tuple, kwargs: dict[str, Any], captured: bool
     ) -> tuple[ResolvedGraph, GraphGuard, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
         """A known graph for the call, its guard, the tensors it takes, and the inputs as given; None without one."""
-        self._drop_outdated()
+        if self._generation != self._cache.generation:  # asked here too, since a call costs more
+            self._drop_outdated()
         block_guard = self._known.blocks.get(self._path)
         try:
             match = None if block_guard is None else block_guard.match(args, kwargs, captured)
