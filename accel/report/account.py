@@ -12,8 +12,7 @@ from ..compile.benchmark import SLOWER, Calls
 from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
 
-LEAST_SAVED = 0.05
-"""Seconds: less than this is within what two equal runs differ by."""
+LEAST_SAVED = 0.05  # seconds: less than this is within what two equal runs differ by
 
 
 class Saving(NamedTuple):
@@ -41,12 +40,8 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """What one image gained and paid, in seconds.
-
-    worked: by sampling, without loading the model and `paid`. paid: for making and comparing graphs, in this image.
-    savings: of what is accounted for. owed: paid for the model since the start, and not yet saved again.
-    images: in the run's batch.
-    """
+    """What one image gained and paid, in seconds. worked: by sampling, without loading the model and `paid`, for making
+    and comparing graphs. owed: paid for the model since the start, and not yet saved again. images: in the batch."""
 
     worked: float
     savings: Sequence[Saving] = ()
@@ -121,11 +116,8 @@ def format_seconds(seconds: float) -> str:
 def compute_compile_saving(
     calls: int, measured: Mapping[Calls, int], is_measured: bool = True, is_traced: bool = False
 ) -> Saving:
-    """The time saved by compiled calls of blocks, against running the same blocks eagerly.
-
-    calls: of compiled graphs. measured: those of them for which the graph was timed against its block.
-    is_measured: whether graphs are timed at all. is_traced: the backend traces blocks and compiles nothing.
-    """
+    """The time saved by compiled calls of blocks, against running them eagerly. measured: those of all `calls` whose
+    graph was timed against its block. is_measured: whether any are. is_traced: the backend compiles nothing."""
     timed = [(calls.seconds, count) for calls, count in measured.items() if calls.seconds is not None]
     if not calls:
         return Saving(None, Reason("compiling_unused"))
@@ -138,12 +130,9 @@ def compute_compile_saving(
 
 
 def compute_skip_saving(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
-    """The time saved by steps that were skipped, against full ones.
-
-    steps: FULL or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step
-        and the last, whose end is unknown, are left out.
-    disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
-    """
+    """The time saved by skipped steps, against full ones. began: of all steps, by one clock; the first, and the last
+    without an end, are left out, as are those with a time in `disturbed`, when something was compiled, loaded or
+    compared."""
     if SKIPPED not in steps:
         return Saving(None, Reason("skipping_unused"))
     lengths: dict[str, list[float]] = {FULL: [], SKIPPED: []}

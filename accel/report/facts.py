@@ -20,11 +20,8 @@ _LONGEST_TIMELINE = 100
 
 
 class Fact(NamedTuple):
-    """Something to say.
-
-    sentence: with lines of details, indented, after it. line: the same for a node, in parts of a few words.
-    why: what kept the run from gaining more, which a host may have advice on.
-    """
+    """Something to say: a sentence, with indented lines of details after it. line: the same for a node, in parts. why:
+    what kept the run from gaining more, which a host may have advice on."""
 
     sentence: str
     line: Sequence[Reason] = ()
@@ -49,11 +46,8 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
 
 
 def line_of(run: Run, node: str) -> list[Reason]:
-    """The line of a node that took part in a run that is over, in parts, of which the first says what run it is of: the
-    quality that the node was set to, where it has one, and the size of the images.
-
-    Empty for a run that an error ended.
-    """
+    """The line, in parts, of a node that took part in a run that is over: first its quality, if any, and the size of
+    the images. Empty for a run that an error ended."""
     facts, settings, size = facts_of(run, node), run.compiling or {}, size_of(run)
     said = [part for fact in (facts[:1] if run.failed else facts[1:]) for part in fact.line]
     quality = settings.get("quality") if settings.get("node") == node else None

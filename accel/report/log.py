@@ -17,9 +17,7 @@ VARIABLE = "ACCEL_DEBUG"
 _LEVELS = {QUIET: logging.ERROR, NORMAL: logging.NOTSET, DEBUG: logging.DEBUG}
 """NOTSET: the level of the program around us."""
 
-_has_begun = False
-"""Whether compiling was announced in this run."""
-
+_has_begun = False  # whether compiling was announced in this run
 _lock = threading.Lock()
 _unsubscribe: Callable[[], None] | None = None
 

@@ -21,10 +21,7 @@ from .account import Account, Saving, compute_compile_saving
 
 
 def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
-    """A field of a `Record`. joined: merges the values of two samplings; without it, the later value counts.
-
-    default: a value, or the type of an empty one.
-    """
+    """A field of a `Record`. default: a value, or the type of an empty one. joined: merges two samplings' values."""
     initial = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return field(**initial, metadata={"joined": joined})
 
@@ -54,13 +51,8 @@ def _add_name(names: str | None, name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Totals(Record):
-    """Counts of a run's calls, made by the host.
-
-    compiled_calls: of blocks' graphs. eager_calls: of blocks that could have run compiled. contexts: prompt lengths,
-        tokens.
-    model_calls: of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
-    compare_seconds: what running calls both ways took.
-    """
+    """Counts of a run's calls, made by the host: of blocks' graphs, of blocks that could have run compiled, of whole
+    models where capturing is on, with those that replayed a CUDA graph. contexts: prompt lengths, tokens."""
 
     compiled_calls: int = fact(0, add)
     eager_calls: int = fact(0, add)
@@ -80,12 +72,8 @@ class Totals(Record):
 
 @dataclass(frozen=True)
 class Skipping(Record):
-    """What DeepCache did in a run.
-
-    steps_taken: FULL or SKIPPED for each step, such as "FSSF". why_full: why the model or the sampler forced all of
-        them to be full.
-    target_db: the quality that the run planned for. skipped_work: fraction of the work saved.
-    """
+    """What DeepCache did in a run. steps_taken: FULL or SKIPPED for each step, such as "FSSF". why_full: why all had to
+    be full. target_db: the quality planned for. skipped_work: fraction of the work saved."""
 
     steps_taken: str = fact("", add)
     why_full: str | None = fact(None, lambda one, other: one or other)
@@ -192,8 +180,7 @@ class Run(Record):
         )
 
     def reasons(self) -> dict[Reason, Counter[str]]:
-        """Why calls ran uncompiled or were not captured, the most frequent first, with how many calls of which block
-        each is about."""
+        """Why calls ran uncompiled or were not captured, the most frequent first, with the number of calls by block."""
         reasons: dict[Reason, Counter[str]] = {}
         for (block, why), calls in self.fallbacks.items():
             reasons.setdefault(why, Counter())[block] += calls

@@ -16,9 +16,7 @@ from .account import compute_skip_saving
 from .facts import line_of
 from .run import Run
 
-_MOST_REASONS = 50
-"""Reasons kept per run."""
-
+_MOST_REASONS = 50  # reasons kept per run
 _COUNTED = {
     "compile_end": ("compile_seconds", "compilations"),
     "compile_failed": ("compile_seconds", None),
@@ -83,12 +81,8 @@ class _Open:
 
 
 class RunRecords:
-    """The last run, and what is being compiled now.
-
-    All samplings of one prompt are one run, as long as no other prompt is sampled between them.
-
-    A run belongs to the thread that emits its `run_start`, and so does every event of that thread up to its `run_end`.
-    """
+    """The last run, with all samplings of its prompt, and what is being compiled now. A run belongs to the thread that
+    emits its `run_start`, and so does every event of that thread up to its `run_end`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,10 +103,8 @@ class RunRecords:
             return self._last
 
     def get_compilation(self) -> dict[str, Any] | None:
-        """The compilation in progress, the latest where threads compile at once; None where there is none.
-
-        {"name", "number", "of", "node", "stage", "seconds"}; the stage is one of `generated_code.STAGES`.
-        """
+        """The latest compilation in progress: {"name", "number", "of", "node", "stage", "seconds"}, with a stage of
+        `generated_code.STAGES`; None where there is none."""
         with self._lock:
             began, what = max(self._compiling.values(), key=lambda one: one[0], default=(0.0, None))
         return what and {**what, "seconds": time.perf_counter() - began}

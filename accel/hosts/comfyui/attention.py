@@ -28,30 +28,19 @@ from ...modules.code_owner import home_of, package_of
 from ...modules.host_calls import FINDERS, OPTIONS, Callee, Options, call_host, define_operator
 from ...signature.tree_spec import STAND_INS, RunsOthersCode
 
-OVERRIDE = "optimized_attention_override"
-"""The per-call option."""
-
-_CORE = "comfy.ldm.modules.attention"
-"""The module that core's own attention functions are in."""
-
+OVERRIDE = "optimized_attention_override"  # the per-call option
+_CORE = "comfy.ldm.modules.attention"  # the module that core's own attention functions are in
 _NAMES = ("optimized_attention", "optimized_attention_masked")
-_TRACED = ("attention_pytorch", "attention_basic")
-"""Core's functions that are traced as they are."""
-
+_TRACED = ("attention_pytorch", "attention_basic")  # Core's functions that are traced as they are
 _CAPTURED = (*_TRACED, "attention_split", "attention_sub_quad")
 """Those that CUDA graphs may have in them. The latter two ask how much memory is free, which cannot be traced."""
 
-REPLACED = ("attn1", "attn2")
-"""Where the per-call option `patches_replace` has functions in the place of attention."""
-
+REPLACED = ("attn1", "attn2")  # where the per-call option `patches_replace` has functions in the place of attention
 _PREFERRED = "function"
 """What a checkpoint asks of a layer: an attribute of the module that its block gives as `preferred_attention`."""
 
-_call = threading.local()
-"""options: the per-call dict of the block that this thread calls."""
-
-_odd: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Overrides that give something else than attention does."""
+_call = threading.local()  # options: the per-call dict of the block that this thread calls
+_odd: weakref.WeakSet[Any] = weakref.WeakSet()  # overrides that give something else than attention does
 
 
 class Override(RunsOthersCode, enum.Enum):
@@ -66,12 +55,12 @@ class Override(RunsOthersCode, enum.Enum):
 
 
 def begin(options: dict[str, Any] | None) -> None:
-    """A block is called with these options in this thread."""
+    """Note the options that a block is called with in this thread."""
     _call.options = options
 
 
 def get_call_options() -> dict[str, Any] | None:
-    """The options of the last such call."""
+    """The options that this thread's last block was called with."""
     return getattr(_call, "options", None)
 
 
@@ -94,8 +83,7 @@ class Passed(_Named):
         return _call_operator(f"{_CORE}:{self.name}", q, k, v, args, kwargs)
 
 
-_passed = functools.lru_cache(Passed)
-"""One for each name: they are compared by identity."""
+_passed = functools.lru_cache(Passed)  # one for each name: they are compared by identity
 
 
 def _find_passed_function(function: types.FunctionType) -> Passed | None:
@@ -125,9 +113,7 @@ class Replacement(_Named, RunsOthersCode):
         return call_host("replaced attention", self.name, (q, k, v, own), {}, [q])[0]
 
 
-BLOCK = (0, 0)
-"""Every block's name in simplified options."""
-
+BLOCK = (0, 0)  # every block's name in simplified options
 _SIMPLIFIED = ("block", "block_index", "patches_replace")
 _OF_BLOCK = ("block", "block_index", OVERRIDE)
 _REPLACEMENTS = {name: {BLOCK: Replacement(name)} for name in REPLACED}
@@ -140,10 +126,7 @@ def require_known(function: Any) -> None:
 
 
 def replacement(name: str, options: dict[str, Any]) -> dict[tuple, Replacement]:
-    """What a block that is called with these options gets for the functions under the name in `patches_replace`.
-
-    Raises RunEagerly, as `require_known`.
-    """
+    """The stand-ins that a block called with these options gets for `name` in `patches_replace`. Raises RunEagerly."""
     require_known(_find_replacement(name, options))
     return _REPLACEMENTS[name]
 
@@ -156,10 +139,7 @@ def _find_replacement(name: str, options: dict[str, Any]) -> Callable:
 
 
 class Ignored(frozenset):
-    """(module, global) pairs, and those of functions that graphs look up in each call.
-
-    reads: what stand-ins for such functions read of their arguments.
-    """
+    """(module, global) pairs, and those of functions that graphs look up. reads: what their stand-ins read."""
 
     reads = frozenset({_PREFERRED, "peek", "take"})
 
@@ -168,7 +148,7 @@ class Ignored(frozenset):
 
 
 class Asked(Ignored):
-    """The same, for one reading of code. opaque: the module and name of such a function that this code calls."""
+    """The same for one reading of code. opaque: (module, name) of an uncapturable function that this code calls."""
 
     opaque: tuple[str, str] | None = None
 
@@ -179,10 +159,8 @@ class Asked(Ignored):
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Callable]]:
-    """(module, name, function) of the attention that this thread's call must not trace.
-
-    The function has the operator where it is traced or called without values; elsewhere it calls what was there.
-    """
+    """(module, name, function) of attention that this thread's call must not trace: an operator where it is traced or
+    called without values, what was there elsewhere."""
     define_operator()
     is_overridden = (get_call_options() or {}).get(OVERRIDE) is not None
     for module, name, function in _places():

@@ -36,10 +36,8 @@ def find_running_home() -> Path:
 
 
 def make_room_for_captures(nbytes: int) -> None:
-    """Raise the default budget by so many bytes for captured graphs; a budget that somebody set stays.
-
-    A captured graph takes the memory of a whole model's call, where compiled blocks take a few MB.
-    """
+    """Raise the default budget by so many bytes for captured graphs, which take as much memory as a model's call; a
+    budget that somebody set stays."""
     global _for_captures
     with _lock:
         if nbytes > _for_captures:
@@ -64,12 +62,8 @@ def current() -> Settings:
 
 
 def change(requested: dict[str, Any]) -> None:
-    """Apply and keep these of `NAMES`.
-
-    Raises:
-        ValueError: one is unknown or out of range; the message says what is valid, and nothing changes.
-        OSError: they cannot be kept; they are in force until ComfyUI ends.
-    """
+    """Apply and keep these of `NAMES`. Raises ValueError for an invalid one, and then changes nothing; OSError where
+    they cannot be kept, and then they are in force until ComfyUI ends."""
     global _current
     unknown = sorted(set(requested) - set(NAMES))
     if unknown:

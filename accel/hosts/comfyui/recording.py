@@ -22,10 +22,8 @@ from ...core.reasons import Reason, RunEagerly
 
 
 def make_unrecorded_context() -> Callable[[], AbstractContextManager] | None:
-    """A factory of contexts in which core does not record this thread's memory; None for a core that never does.
-
-    The contexts do not nest. Making one raises `RunEagerly` while core captures a CUDA graph around the call.
-    """
+    """A factory of contexts in which core does not record this thread's memory; None for a core that never does. They
+    do not nest. Making one raises `RunEagerly` while core captures a CUDA graph around the call."""
     prefetch = sys.modules.get("comfy.model_prefetch")
     return _stop_recording if hasattr(prefetch, "pause_malloc_graph") or _recordings(prefetch) is not None else None
 

@@ -60,8 +60,7 @@ def _matches(node: dict[str, Any], class_type: str, input_values: dict[str, Any]
 
 
 def is_missing_input(name: str, used_output: int) -> bool:
-    """Whether the running node has no such input though another node reads this output of it; False outside of a
-    prompt."""
+    """Whether the running node lacks this input though another reads this output; False outside of a prompt."""
     prompt = _find_prompt()
     if prompt is None:
         return False
@@ -108,10 +107,7 @@ class CompileProgress:
 
     @contextmanager
     def report_call(self, kinds: int, node_id: str | None) -> Iterator[None]:
-        """Report what this thread compiles during one call of a model with this many kinds of blocks.
-
-        node_id: of the node with the bar; None (a node outside of a graph, a library call) shows it nowhere.
-        """
+        """Report what this thread compiles in a call of a model with so many kinds. node_id: of the bar's node."""
         self._kinds, self._node_id = kinds, node_id
         done, thread = self._compiled, threading.get_ident()
 

@@ -28,11 +28,8 @@ from .views import Around, make_view
 def accelerate_clip(
     clip: Any, settings: CompileSettings, cache: GraphCache = shared, made_by: str | None = None
 ) -> Any:
-    """A clone of a CLIP whose encoders' blocks run compiled, and those of its clones, which LoRA loaders make.
-
-    The given CLIP is unchanged; what is not made like core's is returned as it is.
-    made_by: the class of the node that shows compile progress.
-    """
+    """A clone of a CLIP whose encoders' blocks run compiled, as do those of its clones, which LoRA loaders make; what
+    is not like core's is returned as it is. made_by: the class of the node that shows compile progress."""
     is_clip = all(hasattr(clip, name) for name in ("clone", "patcher", "encode_from_tokens"))
     if not is_clip or not isinstance(getattr(clip, "cond_stage_model", None), torch.nn.Module):
         log.warning("%s runs uncompiled: it is not a CLIP like core's", type(clip).__name__)

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-OLDEST = (0, 3, 75)
-"""The oldest ComfyUI that this pack is tested with."""
-
+OLDEST = (0, 3, 75)  # the oldest ComfyUI that this pack is tested with
 _LATENT_SCALES = {
     "ChromaRadiance": 1,
     "SC_B": 4,
@@ -35,10 +33,7 @@ From the empty-latent nodes and VAEs of 0.3.75.
 
 
 def schema(**fields: Any) -> io.Schema:
-    """An `io.Schema` of the fields that this core knows; core raises TypeError for any other.
-
-    Added later: `search_aliases` (0.11.0).
-    """
+    """An `io.Schema` of the fields that this core knows (`search_aliases` from 0.11.0); others raise TypeError."""
     known = {field.name for field in dataclasses.fields(io.Schema)}
     return io.Schema(**{name: value for name, value in fields.items() if name in known})
 
@@ -51,11 +46,8 @@ class _ListedCombo(io.Combo.Input):
 
 
 def make_input(kind: type[io.ComfyTypeIO], /, input_id: str, **options: Any) -> Any:
-    """`kind.Input(input_id, ...)` with the options that this core knows.
-
-    kind: an io type such as `io.Int`. Added later: `advanced` (0.10.0). Cores such as 0.3.75 compare a combo's value
-    with its options only where these are its type.
-    """
+    """`kind.Input(input_id, ...)` with the options that this core knows: `advanced` came in 0.10.0. kind: such as
+    `io.Int`. Cores such as 0.3.75 compare a combo's value with its options only where these are its type."""
     known = inspect.signature(kind.Input.__init__).parameters
     made = _ListedCombo if kind is io.Combo and "advanced" not in known else kind.Input
     return made(input_id, **{name: value for name, value in options.items() if name in known})
@@ -85,10 +77,8 @@ def takes_streamed_weights() -> bool:
 
 
 def find_stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The form in which core loads these streamed weights: each has `shape` and `dtype`; None for None.
-
-    A quantised weight is its own form. Only for cores of `takes_streamed_weights`.
-    """
+    """The forms in which core loads these streamed weights, with `shape` and `dtype`; quantised ones are their own;
+    None for None. Only for cores of `takes_streamed_weights`."""
     from comfy.memory_management import tensors_to_geometries
 
     return tensors_to_geometries(weights)

@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-Around = Callable[[Any], AbstractContextManager]
-"""Makes the context for one call of a view."""
-
-_VAE_CALLS = ("decode", "encode")
-"""Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""
+Around = Callable[[Any], AbstractContextManager]  # makes the context for one call of a view
+_VAE_CALLS = ("decode", "encode")  # prefixes of the methods that run a VAE (such as decode_tiled_1d)
 
 
 def make_uncompiled_vae(vae: Any) -> Any:
@@ -33,10 +30,8 @@ def _disable_compilation(view: Any) -> AbstractContextManager:
 
 
 def make_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
-    """The object, a copy of another, as a view: calls of its methods whose names begin so are made in the contexts.
-
-    It stays an instance of its class. A view of a view replaces it; a view's clones are views.
-    """
+    """The object, a copy of another, as a view: methods whose names begin so run in the contexts. It stays an instance
+    of its class. A view of a view replaces it; a view's clones are views."""
     base: type = getattr(type(copied), "_accel_base", type(copied))
     copied.__class__ = _view_class(base, prefixes)
     copied._accel = around

@@ -24,10 +24,7 @@ module's hooks and of its forward, which offloading replaces, and it is not copi
 
 
 class ComponentCall:
-    """Fills the slot of one module. It refers to no pipeline, since several may share the module.
-
-    owner: who placed it.
-    """
+    """Fills the slot of one module, which several pipelines may share: it refers to none. owner: who placed it."""
 
     __slots__ = ("__weakref__", "_model", "_settings", "_surveys", "owner")
 
@@ -84,11 +81,8 @@ def place_again(calls: Mapping[torch.nn.Module, ComponentCall]) -> None:
 
 
 def _split_prompts(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The named arguments of a transformer with its prompt in a row for each image.
-
-    Flux's pipeline does not repeat features that it is given for several images of one prompt. The first block, which
-    would then take one row beside several, would need a graph of its own.
-    """
+    """A transformer's named arguments with a prompt in a row for each image. Flux's pipeline leaves one row of given
+    features for several images; its first block would need another graph."""
     images, prompt = kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states")
     if not (isinstance(images, torch.Tensor) and isinstance(prompt, torch.Tensor) and images.ndim == prompt.ndim == 3):
         return kwargs

@@ -13,8 +13,7 @@ import torch
 
 from ...core.reasons import Reason
 
-_NEVER = frozenset({"safety_checker", "watermark"})
-"""Run once per image, on the finished image."""
+_NEVER = frozenset({"safety_checker", "watermark"})  # run once per image, on the finished image
 
 _ACCELERATE_HOOK, _DIFFUSERS_HOOK = "_hf_hook", "_diffusers_hook"
 _CAPTURING = "transformers.utils.output_capturing"
@@ -38,10 +37,8 @@ def components(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def choose_models(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
-    """The models except those named in `ignores`; "vae" covers everything that begins with "vae.".
-
-    Raises ValueError: a name that the pipeline does not have, with those that it has.
-    """
+    """The models except those named in `ignores`; "vae" covers everything that begins with "vae.". Raises ValueError
+    for a name that the pipeline does not have."""
     found = components(pipe)
     groups = {name.partition(".")[0] for name in found}
     known = {*found, *groups, *pipe.components}
@@ -55,10 +52,8 @@ def choose_models(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Mod
 
 
 def load(model: torch.nn.Module) -> None:
-    """Move the model to its device now, if offloading would do so in its call: its blocks are inspected there.
-
-    diffusers does the same before it calls a method other than the model's forward.
-    """
+    """Move the model to its device now, where its blocks are inspected, if offloading would do so in its call; as
+    diffusers does before it calls a method other than the forward."""
     hook = model.__dict__.get(_ACCELERATE_HOOK)
     if any(cls.__name__ == "CpuOffload" for one in getattr(hook, "hooks", (hook,)) for cls in type(one).__mro__):
         hook.pre_forward(model)

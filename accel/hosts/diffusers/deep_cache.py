@@ -28,9 +28,7 @@ from .schedule import PipelineSchedule
 DENOISERS = ("unet", "transformer", "transformer_2")
 """Components that a pipeline calls at every step; Wan 2.2 has two, one for each part of the schedule."""
 
-_TIMESTEPS = ("timestep", "timesteps", "t")
-"""Names of the argument that says where in the schedule a call is."""
-
+_TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument that says where in the schedule a call is
 _PLAIN_STEP = ("model_output", "timestep", "sample", "eta", "generator", "return_dict")
 """Arguments of a scheduler's step that change nothing of how predictions reach its later latents, as long as it adds no
 noise."""
@@ -70,10 +68,8 @@ def models_of(pipe: Any) -> list[torch.nn.Module]:
 
 @contextmanager
 def _image(pipe: weakref.ref[Any], settings: DeepCacheSettings, running: dict[int, ExitStack]) -> Iterator[None]:
-    """One denoising loop; a loop within it, as over the parts of a video, belongs to it. The models are looked up anew.
-
-    running: thread in the middle of an image → what ends the image.
-    """
+    """One denoising loop; a loop within it, as over the parts of a video, belongs to it. running: thread in the middle
+    of an image → what ends the image."""
     thread = threading.get_ident()
     if thread in running:
         yield
@@ -97,17 +93,13 @@ class _Image:
     def __init__(self, pipe: Any, settings: DeepCacheSettings):
         self._pipe, self._settings = pipe, settings
         self._schedule: PipelineSchedule | None = None
-        self._unknown_timesteps: Any = None
-        """The scheduler's timesteps where no schedule could be made of them."""
+        self._unknown_timesteps: Any = None  # the scheduler's timesteps where no schedule could be made of them
         self._run: DeepCacheRun | None = None
         self._evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
-        self._calls = 0
-        """Calls of the current evaluation."""
-        self._calls_before = 0
-        """Calls of the evaluation before."""
-        self._is_held = False
-        """Whether one of the current evaluation's calls returned the output of the last full one."""
+        self._calls = 0  # calls of the current evaluation
+        self._calls_before = 0  # calls of the evaluation before
+        self._is_held = False  # whether one of the current evaluation's calls returned the output of the last full one
         self._returned: list[tuple[Any, Any]] = []
         """What each call of the last full evaluation was given, by names and shapes, and what it returned."""
         self._made: Callable[[], Any] | None = None
@@ -115,8 +107,7 @@ class _Image:
 
     @torch.compiler.disable
     def call(self, model: torch.nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call of a model. In a skipped step it returns what it did in the last full one, and the scheduler is
-        given what is foretold in place of what the pipeline makes of that."""
+        """One call of a model; in a skipped step, the output of the last full one, which `begin_step` corrects."""
         if model in _called.get():
             return inner(*args, **kwargs)
         named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type]  # a class is hashable
@@ -145,8 +136,7 @@ class _Image:
         return out
 
     def begin_step(self, given: Mapping[str, Any]) -> torch.Tensor | None:
-        """Before the scheduler's step, with its arguments. Returns what it is to be given in place of the model's
-        output, if anything."""
+        """Before the scheduler's step: what it is to be given in place of the model's output, if anything."""
         run, calls, self._calls = self._run, self._calls, 0
         if run is None or not calls:
             return None

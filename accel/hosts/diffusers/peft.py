@@ -40,11 +40,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PeftLayers:
-    """PEFT's wrappers of any method (`wrapped_layers.Wraps`); blocks with others than LoRA run eagerly.
-
-    A quantised layer that cannot be traced, or has a LoRA, is called as it is (`opaque_layers`), and so is attention
-    with an IP-Adapter: any scales and masks run on the same graphs.
-    """
+    """PEFT's wrappers (`wrapped_layers.Wraps`); blocks with others than LoRA run eagerly. A quantised layer that cannot
+    be traced or has a LoRA is called as it is, and so is attention with an IP-Adapter, for any scales and masks."""
 
     def __init__(self) -> None:
         self._opaque = OpaqueLayers()

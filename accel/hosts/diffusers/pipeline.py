@@ -30,8 +30,7 @@ SHAPES = ANY, EXACT = ("any", "exact")
 Pipeline = TypeVar("Pipeline")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
-_NAME = "_accel"
-"""The attribute under which a pipeline keeps its `_Acceleration`; neither a component nor a setting."""
+_NAME = "_accel"  # the attribute under which a pipeline keeps its `_Acceleration`; neither a component nor a setting
 
 
 def accelerate_pipeline(
@@ -167,10 +166,7 @@ def one_run() -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Acceleration:
-    """The acceleration of one pipeline: `begin` and `end` it, any number of times.
-
-    The pipeline owns this object, so both are freed together.
-    """
+    """The acceleration of one pipeline, which owns it: `begin` and `end` it, any number of times."""
 
     pipe: weakref.ref[Any]
     ignores: tuple[str, ...]

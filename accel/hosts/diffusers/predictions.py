@@ -19,10 +19,8 @@ from .schedule import PipelineSchedule, is_flow
 
 
 def noisy(scheduler: Any, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
-    """The noisy latent [B, ...] in float32, in which the image has its own size, or its share of it with a flow.
-
-    timestep, sample: as `scheduler.step` gets them. angle: the noise level (`noise_levels.angle`).
-    """
+    """The noisy latent [B, ...] in float32, with the image at its own size, or its share with a flow, at a noise level
+    (`noise_levels.angle`). timestep, sample: as for `scheduler.step`."""
     if _kind(scheduler) == "flow_prediction":
         return sample.float()
     # All of diffusers' schedulers scale what the model gets to unit variance, whatever they keep themselves.
@@ -42,10 +40,8 @@ def output_of(scheduler: Any, denoised: torch.Tensor, latent: torch.Tensor, angl
 
 
 def shares(scheduler: Any, angle: float) -> tuple[float, float]:
-    """By how much the denoised latent changes where the noisy one does, and where what the model returns does.
-
-    Raises ValueError for a prediction of a kind that is not known.
-    """
+    """By how much the denoised latent changes with the noisy one, and with the model's output. Raises ValueError for a
+    prediction of an unknown kind."""
     cosine, sine, kind = math.cos(angle), math.sin(angle), _kind(scheduler)
     known = {
         # Cosmos' flow is at noise levels that are ratios to the image.

@@ -16,10 +16,8 @@ from ...modules.substitution import rebound
 
 @contextmanager
 def replace_method(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Within the context, `owner.name(...)` is `call(own, ...)`, where `own` is the method as it was.
-
-    Copies of the owner, pickled or not, have their own method. Keeps no reference to the owner.
-    """
+    """Within the context, `owner.name(...)` is `call(own, ...)`, where `own` is the method as it was. The owner's
+    copies, pickled or not, have their own method, and it is not kept alive."""
     before, reference = vars(owner).get(name), weakref.ref(owner)
     replacement = vars(owner)[name] = _Replacement(getattr(owner, name), before, call)
     del owner
@@ -41,8 +39,7 @@ class _Replacement:
     def __init__(self, own: Callable[..., Any], before: Any, call: Callable[..., Any]):
         self._own: Callable[[], Any] = weakref.WeakMethod(own) if isinstance(own, MethodType) else lambda: own
         self.before, self._call = before, call
-        self.is_over = False
-        """Checked because other code may have wrapped this and still call it."""
+        self.is_over = False  # checked because other code may have wrapped this and still call it
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -54,8 +51,7 @@ class _Replacement:
         return own(*args, **kwargs) if self.is_over else self._call(own, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """The method as it was, bound to the copy of its object; itself where only attributes are copied, to be put
-        back."""
+        """The method as it was, bound to the object's copy; itself where only attributes are copied, to be put back."""
         own = self._own()
         while isinstance(own, _Replacement):  # of a context around this one
             own = own._own()
@@ -71,10 +67,8 @@ def _itself(value: Any) -> Any:
 
 
 def wrap_loops(pipe: Any, context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Within what it returns, each denoising loop of the pipeline runs in a context made by `context`.
-
-    Does nothing for a pipeline without a progress bar. Keeps no reference to the pipeline.
-    """
+    """A context within which each denoising loop of the pipeline runs in one made by `context`; nothing without a
+    progress bar. Keeps no reference to the pipeline."""
     if not callable(getattr(pipe, "progress_bar", None)):
         return nullcontext()
     return replace_method(pipe, "progress_bar", lambda own, *args, **kwargs: _Loop(own(*args, **kwargs), context))

@@ -31,10 +31,7 @@ _ATTENTION_KWARGS = ("cross_attention_kwargs", "joint_attention_kwargs", "attent
 
 def simplifier(region: Region) -> Callable[[dict], dict] | None:
     """A function that replaces None by an empty dict in a diffusers block's attention kwargs; None for other blocks.
-
-    A pipeline called with a LoRA scale in these kwargs passes an empty dict to its blocks, and otherwise None. The
-    blocks treat both alike, so one graph serves both.
-    """
+    Pipelines pass an empty dict where these had a LoRA scale. Blocks treat both alike, so one graph serves both."""
     cls = type(region.block)
     parameters = inspect.signature(cls.forward).parameters
     name = next((name for name in _ATTENTION_KWARGS if name in parameters), None)
@@ -49,17 +46,12 @@ def simplifier(region: Region) -> Callable[[dict], dict] | None:
 
 HOST = Host(simplifier=simplifier, wraps=PeftLayers())
 
-_MOST_LOOKS = 8
-"""How often one run inspects a model that changes between its calls; after that, the model runs eagerly."""
-
+_MOST_LOOKS = 8  # how often one run inspects a model that changes between its calls; after that, the model runs eagerly
 Layers = dict[torch.nn.Module, Layer]
 
 
 class Run:
-    """The compiled layers of the models called in one run; made at their first call, dropped at its end.
-
-    A run belongs to one thread (see `open_run`).
-    """
+    """The compiled layers of the models called in one run of a thread; made at their first call, dropped at its end."""
 
     def __init__(self, lease: Lease):
         self._lease = lease
@@ -67,11 +59,8 @@ class Run:
         self._looks: Counter[torch.nn.Module] = Counter()
 
     def layers(self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys) -> Layers:
-        """The layers for a call of the model now; made again if it is made of other modules than in its last call, or
-        stores its weights in another way. Of its code and settings they take care themselves (`CurrentCode`).
-
-        surveys: of the model, from this run and others.
-        """
+        """The layers for a call of the model now; made again if its modules or how weights are stored changed since its
+        last call (`CurrentCode` sees to code and settings). surveys: of the model, from all runs."""
         layers, found = self._placed.get(model, (None, None))
         if layers is not None and (found is None or found.layout.changed_part(model) is None):
             return layers
@@ -90,8 +79,7 @@ class Run:
         return layers
 
 
-_open = threading.local()
-"""run: that this thread is in."""
+_open = threading.local()  # run: that this thread is in
 
 
 def open_run() -> Run | None:

@@ -24,11 +24,9 @@ def is_flow(scheduler: Any) -> bool:
 
 
 def noise_levels(scheduler: Any, timesteps: list[float]) -> list[float]:
-    """The noise level, as sigma, at each of `timesteps`; the timestep itself where the scheduler has no sigmas.
-
-    Log sigma is interpolated linearly between the timesteps of training, as the samplers that choose such timesteps
-    do. A flow, or a scheduler without a training schedule, has sigmas for its own timesteps only.
-    """
+    """The noise level, as sigma, at each of `timesteps`; the timestep itself where the scheduler has no sigmas. Log
+    sigma is interpolated linearly between the timesteps of training, as samplers that choose such ones do. A flow, or a
+    scheduler without a training schedule, has sigmas for its own timesteps only."""
     if is_flow(scheduler) or not hasattr(scheduler, "alphas_cumprod"):
         levels = getattr(scheduler, "sigmas", torch.tensor(timesteps)).tolist()[: len(timesteps)]
         is_inverted = getattr(getattr(scheduler, "config", None), "invert_sigmas", False)  # Mochi's are shares of image
@@ -45,10 +43,7 @@ def noise_levels(scheduler: Any, timesteps: list[float]) -> list[float]:
 
 
 class PipelineSchedule:
-    """The current schedule of a scheduler, until its next `set_timesteps`.
-
-    Raises whatever reading it raises where the scheduler is of an unknown kind.
-    """
+    """A scheduler's schedule until its next `set_timesteps`; an unknown kind raises what reading it raises."""
 
     def __init__(self, scheduler: Any):
         self.scheduler = scheduler
@@ -56,8 +51,7 @@ class PipelineSchedule:
         self.is_flow = is_flow(scheduler)
         self._times: list[float] = self.timesteps.tolist()
         levels = zip(self._times, noise_levels(scheduler, self._times), strict=True)
-        self.levels: dict[float, float] = dict(levels)
-        """Timestep → noise level, in the order of the steps."""
+        self.levels: dict[float, float] = dict(levels)  # timestep → noise level, in the order of the steps
         trained = float(getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000))
         self._aliases = [
             ([scale * (trained - time if is_inverted else time) for time in self.levels], trained * scale)
@@ -108,10 +102,8 @@ class PipelineSchedule:
         return list(self.levels.values())[place]
 
     def run_from(self, place: int) -> tuple[float, ...]:
-        """The noise levels of the steps of a run that starts at `place`, then the one at which it ends.
-
-        The timesteps that second-order samplers list within a step are left out.
-        """
+        """The noise levels of the steps of a run that starts at `place`, without those within a second-order sampler's
+        step, then the one at which it ends."""
         to_come = set(list(self.levels)[place:])
         steps = dict.fromkeys(self._times[:: getattr(self.scheduler, "order", 1)])
         levels = [self.levels[time] for time in steps if time in to_come]
@@ -119,10 +111,8 @@ class PipelineSchedule:
         return (*levels, most if levels and levels[0] < levels[-1] else 0.0)
 
     def level_at(self, percent: float) -> float:
-        """The noise level at a fraction of the training schedule; 0.0 is the noisiest.
-
-        For a flow it is the fraction of its steps, since each image may shift them differently.
-        """
+        """The noise level at a fraction of the training schedule, 0.0 the noisiest; for a flow, whose images may shift
+        steps differently, of its steps."""
         if not 0.0 < percent < 1.0:
             return 0.0 if percent else math.inf
         if hasattr(self.scheduler, "alphas_cumprod") and not self.is_flow:

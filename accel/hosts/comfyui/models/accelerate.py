@@ -42,9 +42,7 @@ from .run_events import note_sampling, run_events, uses
 if TYPE_CHECKING:
     from .capture import CapturedModel
 
-KEY = "accel.compile"
-"""The key of our wrappers on a patcher, and of the run's state in its transformer_options."""
-
+KEY = "accel.compile"  # the key of our wrappers on a patcher, and of the run's state in its transformer_options
 HOST = Host(
     NO_RESULT_DEPENDS_ON,
     INTERRUPTS,
@@ -66,11 +64,8 @@ def accelerate(
     graphs: bool = False,
     quality: str | None = None,
 ) -> Any:
-    """A clone of a ModelPatcher whose repeated blocks run compiled; the given one is unchanged.
-
-    made_by: the class of the node that shows progress and gain. graphs: capture and replay whole model calls, where
-    device and call allow it. quality: the node's choice, for reports.
-    """
+    """A clone of a ModelPatcher whose repeated blocks run compiled. made_by: the class of the node that shows progress
+    and gain. graphs: capture and replay whole model calls where possible. quality: the node's choice, for reports."""
     attach(cache, preferences.find_running_home)
     patched = streamed.clone_for_compiling(model, cache)
     if graphs:
@@ -137,8 +132,8 @@ def _wrap_model_call(settings: CompileSettings, cache: GraphCache):
 
 @dataclass
 class _ModelInRun:
-    """One model in one run: layers for its blocks and itself (none where another node compiles it), and the number of
-    kinds. calls: puts the layers in place. captured: the model whose calls are captured, if they are."""
+    """A model in one run: layers for its blocks and itself (none where another node compiles it), what puts them in
+    place, the number of kinds, and its captures, if any."""
 
     layers: dict[torch.nn.Module, Layer]
     calls: WholeCalls
@@ -171,10 +166,8 @@ class Run:
     def call(
         self, base: torch.nn.Module, options: dict[str, Any], context: Any = None, *inputs: Any
     ) -> Iterator[dict[str, Any]]:
-        """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
-
-        context: the prompt [B, T, ...], if any. inputs: the others. Yields the transformer_options for the call.
-        """
+        """Run a BaseModel's blocks compiled during one call, or replay the call. Yields its transformer_options.
+        context: the prompt [B, T, ...], if any. inputs: the others."""
         model = base.diffusion_model
         with self.lock:
             if model not in self.models:
@@ -231,10 +224,7 @@ class Run:
 
 @dataclass(eq=False)
 class NetworkRun:
-    """One run of a network beside the sampled one, such as a ControlNet, called by one thread.
-
-    leaves_eager: whether a block is not to be compiled.
-    """
+    """One run of a network beside the sampled one, such as a ControlNet. leaves_eager: blocks not to compile."""
 
     network: torch.nn.Module
     settings: CompileSettings
@@ -246,8 +236,7 @@ class NetworkRun:
 
     @functools.cached_property
     def _layer_and_calls(self) -> tuple[Layer, WholeCalls, int]:
-        """The network's own layer, the calls of its blocks, and the number of their kinds; made at the first call, when
-        weights are in place."""
+        """The network's own layer, its blocks' calls and number of kinds; made once weights are in place."""
         layers = block_layers(self.network, self.settings, self.cache, self.lease)
         network_layer, name = layers.pop(self.network), type(self.network).__name__
         layers = {block: layer for block, layer in layers.items() if not self.leaves_eager(block)}

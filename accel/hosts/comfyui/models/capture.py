@@ -104,10 +104,7 @@ def begin(
 
 
 class CapturedModel:
-    """A model whose calls are captured or replayed in one run, and what stands in for it in each of them.
-
-    layer: of the model itself. The capture puts those of its blocks in place, in calls that are not replayed.
-    """
+    """A model whose calls one run captures or replays. layer: its own; the capture places its blocks'."""
 
     def __init__(self, capture: ModelCapture, model: torch.nn.Module, layer: Layer):
         self.capture = capture
@@ -159,7 +156,7 @@ def _read_code(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bo
 
 
 def _find_obstacle(base: torch.nn.Module) -> Reason | None:
-    """Core's own conditions of a call: why none of the model can be captured now; None if one can."""
+    """Core's conditions of a call: why none of the model can be captured now; None if one can."""
     patcher = base.current_patcher
     if getattr(base, "model_lowvram", False) or is_dynamic(patcher) and not takes_streamed_weights():
         return Reason("weights_streamed")

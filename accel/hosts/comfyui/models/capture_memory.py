@@ -22,8 +22,7 @@ from ..versions import is_dynamic
 _FIRST, _LAST = 1 << 62, -1
 """More and fewer bytes than any model has offloaded; core first unloads the model that has most."""
 
-_SHARE = 8
-"""One part in this many of a device's memory is for captures, unless the user has set a budget."""
+_SHARE = 8  # one part in this many of a device's memory is for captures, unless the user has set a budget
 
 
 class CapturedCalls(torch.nn.Module):
@@ -40,11 +39,8 @@ class CapturedCalls(torch.nn.Module):
         return 0 if cache is None else cache.captures.nbytes_on(self.device)
 
     def drop(self) -> int:
-        """Drop all captures; returns the bytes that they took. They share memory, so only dropping the last frees it.
-
-        Waits for a running replay. Core empties torch's cache after going through its list (`soft_empty_cache`), which
-        returns the memory to the device. An error is logged and not raised: core has other models to unload.
-        """
+        """Drop all captures, which share memory, after a running replay: the bytes that they took, which core then
+        returns to the device (`soft_empty_cache`). An error is only logged: core has other models to unload."""
         cache, freed = self._cache(), self.nbytes()
         if not freed:
             return 0

@@ -53,11 +53,8 @@ def accelerate_control(
 
 
 class _Calls:
-    """Our versions of one control object's methods, set as attributes of that object only.
-
-    Its run ends at `cleanup`, which core calls only after a sampler that ended normally; otherwise at the next
-    `pre_run`, or when the object is freed.
-    """
+    """Our versions of a control object's methods, set as attributes of it alone. A run ends at `cleanup`, which core
+    omits after a failed sampler; otherwise at the next `pre_run`, or when the object is freed."""
 
     def __init__(self, control: Any, settings: CompileSettings, cache: GraphCache, node_id: str | None):
         self._control, self._settings, self._cache, self._node_id = control, settings, cache, node_id
@@ -123,21 +120,16 @@ class _Calls:
 
 
 def _sets_its_settings(block: torch.nn.Module) -> bool:
-    """Whether its forward changes settings of its layers, which gives it another kind after each size.
-
-    A T2I-Adapter's pooling does: it sets its padding by whether the size is odd.
-    """
+    """Whether its forward changes settings of its layers, so that each size gives it another kind. A T2I-Adapter's
+    pooling sets its padding by whether the size is odd."""
     codes = (getattr(type(module).forward, "__code__", None) for module in block.modules())
     assigned = frozenset().union(*(facts_of(code).assigned for code in codes if code is not None))
     return any(name in assigned for module in block.modules() for name in vars(module))
 
 
 def _view(run: NetworkRun) -> torch.nn.Module:
-    """A module that shares the network's `__dict__` and calls the network in the run.
-
-    In the network's place, it affects the calls of one control object only: another in the chain may have the same
-    network, and a T2I-Adapter's is moved and cast right before its call.
-    """
+    """A module that shares the network's `__dict__` and calls the network in the run. In its place it affects one
+    control object: others may share the network, and a T2I-Adapter's is moved and cast right before its call."""
     view = object.__new__(_view_class(type(run.network)))  # type: ignore[arg-type]  # a class is hashable
     # Module.__setattr__ would register the network as a submodule.
     object.__setattr__(view, "__dict__", run.network.__dict__)

@@ -32,11 +32,8 @@ _POST_CFG, _PARTS = "sampler_post_cfg_function", ("cond_denoised", "uncond_denoi
 def apply_deep_cache(
     model_patcher: Any, settings: DeepCacheSettings, made_by: str | None = None, **choices: Any
 ) -> Any:
-    """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
-
-    When the settings skip nothing, the clone samples as without this pack. made_by: the class of the node that shows
-    what was skipped; choices: what tells it from others of that class before the sampler (`find_upstream_node`).
-    """
+    """A clone of the ModelPatcher that samples with DeepCache by these settings, in place of earlier ones. made_by: the
+    class of the node that shows what was skipped; choices: its inputs, which tell it from others of that class."""
     clone = model_patcher.clone()
     wrappers: dict[Any, Callable[..., Any]] = {}
     if not settings.is_off:
@@ -74,12 +71,10 @@ class _Sampling:
         self._settings, self._sampler, self._is_masked = settings, sampler, is_masked
         self.levels: NoiseLevels | None = None
         self.run: DeepCacheRun | None = None
-        self.functions = 0
-        """How many functions after guidance are not the sampler's."""
+        self.functions = 0  # how many functions after guidance are not the sampler's
         self.seen: dict[str, Any] = {}
         """The arguments of the sampler's functions after guidance, in the last full evaluation."""
-        self.is_quiet = True
-        """Whether the log says nothing: a run that was stopped has few steps, which say little."""
+        self.is_quiet = True  # whether the log says nothing: a run that was stopped has few steps, which say little
 
     def begin(self, guider: Any, schedule: torch.Tensor, model_options: dict[str, Any]) -> None:
         """Make the run, when the guider has its model and the sampler its schedule."""
@@ -100,8 +95,7 @@ class _Sampling:
         )
 
     def wrap_callback(self, args: tuple) -> tuple:
-        """The arguments of the sampling with a callback that gets predictions alone, for previews and denoised outputs,
-        without what was added to them for the latent's sake."""
+        """The sampling's arguments, with a callback that gets predictions without what the latent needs added."""
         if len(args) < 6 or args[5] is None:
             return args
         callback = args[5]
@@ -148,10 +142,7 @@ def _begin_sampling(executor: Any, guider: Any, sigmas: Any, extra_args: dict, *
 
 
 def _evaluate(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
-    """PREDICT_NOISE wrapper: one evaluation of the guider, however many model calls it makes, or none.
-
-    The one place that reads sigmas, since that may wait for the GPU.
-    """
+    """PREDICT_NOISE wrapper: one evaluation, and the one place that reads sigmas, which may wait for the GPU."""
     model_options = {} if model_options is None else model_options
     sampling: _Sampling | None = model_options.get("transformer_options", {}).get(KEY)
     if sampling is None or sampling.run is None:
@@ -168,8 +159,7 @@ def _evaluate(executor: Any, x: Any, timestep: Any, model_options: dict | None =
 def _evaluate_by_parts(
     executor: Any, sampling: _Sampling, x: Any, timestep: Any, model_options: dict[str, Any], seed: Any
 ) -> Any:
-    """One evaluation for a sampler that goes by the predictions with and without the prompt too (CFG++), which it gets
-    in a function after guidance."""
+    """One evaluation for CFG++ samplers, which get the predictions with and without the prompt too."""
     run, functions, seen = sampling.run, model_options[_POST_CFG], {}
 
     def see(given: dict[str, Any]) -> Any:

@@ -29,11 +29,8 @@ CAPTURE = "accel.capture"
 It is here and not in `capture`, which is slow to import and only imported when calls are captured.
 """
 
-SKIPS = "accel_deep_cache"
-"""The key of DeepCache's run in `transformer_options`, and of its wrappers."""
-
-WARMS_UP = "accel.warms_up"
-"""Key in `transformer_options` of runs whose images are thrown away."""
+SKIPS = "accel_deep_cache"  # the key of DeepCache's run in `transformer_options`, and of its wrappers
+WARMS_UP = "accel.warms_up"  # key in `transformer_options` of runs whose images are thrown away
 
 CORE_COMPILE, CORE_CACHE = "torch.compile", "easycache"
 """The keys of the wrappers that core's TorchCompileModel and EasyCache put around the model; the second is also that of
@@ -53,10 +50,8 @@ _PATCHES = ("patches", "patches_replace")
 
 @functools.lru_cache(maxsize=256)
 def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
-    """The function that turns a per-call dict into what the graph of a block whose code has these strings gets instead.
-
-    The function raises `RunEagerly` if a patch in the dict concerns the block.
-    """
+    """The function that reduces a per-call dict to what a graph of a block whose code has these strings gets. It raises
+    `RunEagerly` if a patch in the dict concerns the block."""
     readable = strings - _FOR_PATCHES_ONLY - {OVERRIDE}
     asked = readable | {"patches", "patches_replace", OVERRIDE}
 
@@ -86,11 +81,8 @@ def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
 
 
 def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
-    """The function that reduces the per-call dict to what a captured call gets. strings: all in the model's code.
-
-    Keys that the code does not read are left out, since other packs keep counters and objects there. The function
-    raises `RunEagerly` if code in the dict would have to run in each call.
-    """
+    """The function that reduces the per-call dict to what the model's code, with these strings, reads: others keep
+    counters and objects there. It raises `RunEagerly` if code in the dict would have to run in each call."""
     readable = strings - _NOT_IN_A_CALL
 
     def simplify(options: dict) -> dict:

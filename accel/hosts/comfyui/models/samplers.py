@@ -68,11 +68,7 @@ def follows_schedule(sampler: Any, device: torch.device) -> bool:
 
 
 def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) -> SamplerFacts:
-    """What a sampler does on a schedule, by running it without the model.
-
-    sampler: core's KSAMPLER, around a function of anybody's. guider: what it would call, for samplers that ask about
-    the model.
-    """
+    """What core's KSAMPLER does on a schedule, run without the model. guider: for what it asks of the model."""
     models: list[_Model] = []
 
     def sample(predict: Predict, noise: Noise, latent: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,8 @@ _FUNCTIONS = ("weight_function", "bias_function")
 
 
 def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
-    """A clone of a ModelPatcher whose blocks can be compiled.
-
-    Weights that core would stream stay in place if the person set so, or if this core cannot load a whole block's at
-    once. If it cannot load the model again for that, they are streamed, and the log says so.
-    """
+    """A clone of a ModelPatcher whose blocks can be compiled, with its weights in place where the person set so, or
+    this core cannot load a whole block's at once. If core cannot load it again for that, the weights stay streamed."""
     is_followed = takes_streamed_weights()
     if is_dynamic(model) and (not is_followed or cache is shared and preferences.current().weights_in_place):
         try:
@@ -80,8 +77,7 @@ def plain(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _copy_without_streaming(module: torch.nn.Module, made: dict[torch.nn.Module, torch.nn.Module]) -> torch.nn.Module:
-    """A copy that shares everything except what core adds for streaming. made: what was copied so far, with its
-    copy."""
+    """A copy that shares all except what core adds for streaming. made: the copies so far, by module."""
     if module in made:
         return made[module]
     copied = made[module] = object.__new__(type(module))
@@ -103,7 +99,7 @@ def _copy_without_streaming(module: torch.nn.Module, made: dict[torch.nn.Module,
 
 
 def _remove_values(module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
-    """A weight that is streamed as one without values in the form that core loads; any other as it is."""
+    """A streamed weight as one without values, in the form that core loads; any other as it is."""
     if weight is None or stored_form.is_data(type(weight)):
         return weight  # with its attributes, and the module's code moves it
     if "_v" not in vars(module) or name not in ("weight", "bias"):
@@ -123,10 +119,7 @@ def weights_of(region: Region) -> StreamedWeights | None:
 
 
 class StreamedWeights:
-    """One block's weights: those that core streams, and those in place (small ones, buffers).
-
-    names: of the block's weights, in the order in which its graphs take them. forms: how they are stored.
-    """
+    """A block's weights, streamed ones and those in place (small ones, buffers). names: in its graphs' order."""
 
     def __init__(self, block: torch.nn.Module, names: tuple[str, ...], forms: Forms = ()):
         self._forms = forms
@@ -233,8 +226,8 @@ class Pins:
         self._pinned: list[tuple] = []
 
     def pin(self, state: dict[str, Any]) -> tuple[Any, bool]:
-        """Pin the place of a layer with these attributes: what its pages hold, and whether that is what core's last use
-        of the layer left there, LoRA included. None and False where memory is short, and nothing is pinned."""
+        """Pin a layer's pages: (their signature, whether they are as core's last use left them); None if memory is
+        short."""
         vbar, address, size = state["_v"]
         signature = vbar.fault(address, size)
         if signature is None:
@@ -257,10 +250,8 @@ def _is_prepared(module: torch.nn.Module) -> bool:
 
 
 def _waits(module: torch.nn.Module) -> bool:
-    """Whether the module's weights are copied to the device at each use, in a partly loaded model.
-
-    Newer cores mark those in the same way that they only cast there (ModelComputeDtype), and say so.
-    """
+    """Whether each use copies the module's weights to the device, in a partly loaded model. Newer cores mark modules
+    alike that they only cast there (ModelComputeDtype), and say so."""
     return "prev_comfy_cast_weights" in vars(module) and not vars(module).get("comfy_force_cast_weights")
 
 
@@ -318,10 +309,8 @@ def _reload_on_failure(part: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _keep_prefetched(part: torch.nn.Module) -> Iterator[None]:
-    """Keep prefetched weights as loaded while LoRA is added: the block may still run eagerly on them.
-
-    Weights with a place of their own keep the result there, unless adding LoRA failed midway.
-    """
+    """Keep prefetched weights as loaded while LoRA is added: the block may still run eagerly on them. Those with a
+    place of their own keep the result, unless adding LoRA failed midway."""
     prefetch = part._prefetch
     if prefetch["resident"] or not _find_patches(part):
         yield

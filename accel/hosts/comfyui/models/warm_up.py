@@ -56,10 +56,7 @@ def warm_up(
 
 
 def _repeat_to_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
-    """An entry of a conditioning with text features [B, length, D]: the given ones [B, T, D], repeated or cut.
-
-    An attention mask [B, T] is changed in the same way.
-    """
+    """A conditioning's entry with its text features [B, T, D] and mask [B, T], repeated or cut to [B, length, D]."""
     tokens = text.shape[1]
 
     def fit(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,10 +69,7 @@ def _repeat_to_length(text: torch.Tensor, extra: dict[str, Any], length: int) ->
 
 
 def parse_sizes(text: str) -> list[Size]:
-    """Sizes in pixels from text such as "1024x1024, 720x960".
-
-    Raises ValueError: a part is not a size; the message shows a valid one.
-    """
+    """Sizes in pixels from text such as "1024x1024, 720x960". Raises ValueError for anything else."""
     sizes = []
     for part in _parts(text):
         match = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", part)
@@ -86,10 +80,7 @@ def parse_sizes(text: str) -> list[Size]:
 
 
 def parse_numbers(text: str, name: str) -> list[int]:
-    """Whole numbers from text such as "1, 2, 4".
-
-    Raises ValueError: a part is not a number from 1 on.
-    """
+    """Whole numbers from text such as "1, 2, 4". Raises ValueError for anything else, and below 1."""
     numbers = []
     for part in _parts(text):
         if not part.isdecimal() or not int(part):

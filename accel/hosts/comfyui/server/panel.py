@@ -18,10 +18,7 @@ DEFAULT_ROWS, MOST_ROWS = 200, 5000
 
 
 def state(rows: int = DEFAULT_ROWS) -> dict[str, Any]:
-    """Everything that the panel shows, as JSON. The cache's table starts with the most recently used entry.
-
-    rows: of that table, as for `cache_table`.
-    """
+    """All that the panel shows, as JSON; the cache's table with so many rows, the most recently used entry first."""
     settings = preferences.state()
     cache = {**shared.statistics(), **cache_table(shared, rows)}
     cache["table"].reverse()
@@ -41,20 +38,15 @@ def state(rows: int = DEFAULT_ROWS) -> dict[str, Any]:
 
 
 def cache_table(cache: GraphCache, rows: int | None = None) -> dict[str, Any]:
-    """{"table", "rows_total"}: a row per entry, the most recently used last.
-
-    rows: at most so many of the latest; None gives all. "rows_total" is how many there are.
-    """
+    """{"table", "rows_total"}: a row for each of the last used entries, at most `rows`; how many there are."""
     entries = list(cache.entries())
     last = entries if rows is None else entries[max(len(entries) - rows, 0) :]
     return {"rows_total": len(entries), "table": [_row(entry) for entry in last]}
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    """One entry as JSON, with the readable fields of its key. last_used: Unix seconds. used_at: the newest first.
-
-    source: of its graphs: "compiled", "disk", or "captured" for calls of a whole model.
-    """
+    """One entry as JSON. last_used: Unix seconds. used_at: the newest first. source: "compiled", "disk", or "captured"
+    for calls of a whole model."""
     failure = entry.failure  # read once: another thread may clear it
     sizes, inputs = getattr(entry.key, "sizes", None), getattr(entry.key, "inputs", ())
     return {

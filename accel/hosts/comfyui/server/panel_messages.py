@@ -17,12 +17,8 @@ from ....report.run import Run
 from ....report.run_record import records
 from . import allocator
 
-TYPE = "accel"
-"""The type of our messages on ComfyUI's WebSocket."""
-
-LONGEST_SILENCE = 5.0
-"""Seconds after which it is said again what is being compiled."""
-
+TYPE = "accel"  # the type of our messages on ComfyUI's WebSocket
+LONGEST_SILENCE = 5.0  # seconds after which it is said again what is being compiled
 Message = dict[str, Any]
 
 

@@ -24,10 +24,7 @@ _SPEEDS_UP = {"AccelSpeedUp", "AccelModel", "AccelDeepCache"}
 
 
 def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> str:
-    """The report as it stands now.
-
-    image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow.
-    """
+    """The report as it stands now. image, reference: [B, H, W, C], to compare. prompt: the report's workflow."""
     preferences.current()  # puts the cache's limits into force
     run, cache = records.last(), cache_fact(shared.statistics(), shared.store and shared.store.statistics())
     of_run = [Fact("No image was made with an accelerated model yet.")] if run is None else facts_of(run)
@@ -45,7 +42,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
 
 
 def _changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
-    """What to change, what stops everything first, then in the order of the facts; and the facts without advice."""
+    """What to change, what stops everything first; and the facts without advice."""
     elsewhere = _why_not_of_this_workflow(run, prompt)
     if elsewhere is not None:
         return [elsewhere], list(facts)
@@ -56,10 +53,7 @@ def _changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[
 
 
 def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
-    """What to do where the report's workflow made no image with our nodes; None where it did, or is not known.
-
-    prompt: the workflow in ComfyUI's API format.
-    """
+    """What to do where this workflow, in API format, made no image with our nodes; None otherwise."""
     nodes = prompt.values() if isinstance(prompt, Mapping) else ()
     classes = {node.get("class_type") for node in nodes if isinstance(node, Mapping)}
     if run is None and classes & _SPEEDS_UP:

@@ -15,8 +15,7 @@ from ....report import log as report_log
 from .. import preferences
 from . import panel, panel_messages, report
 
-LARGEST_BODY = 64 << 10
-"""Bytes; the longest sensible request has a few thousand."""
+LARGEST_BODY = 64 << 10  # bytes; the longest sensible request has a few thousand
 
 
 class Refused(Exception):
@@ -104,10 +103,7 @@ def clear(body: Any) -> dict[str, int]:
 
 
 def refuse_foreign_origin(headers: Any) -> None:
-    """Raise Refused for a request from another site's page in the visitor's browser.
-
-    Core does so for servers on the loopback address alone, and not where the person allows other origins.
-    """
+    """Raise Refused for another site's page in the visitor's browser; core does on loopback addresses alone."""
     from comfy.cli_args import args
 
     origin = headers.get("Origin")

@@ -21,10 +21,7 @@ _NO_IMAGE = ("SC_Prior", "ACEAudio")
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """How a model's latent is laid out: [B, channels, H, W], or [B, channels, frames, H, W] for video formats.
-
-    scale: pixels a side per latent element.
-    """
+    """A latent's layout: [B, channels, H, W], with frames before H for videos. scale: pixels a side per element."""
 
     channels: int = 4
     scale: int = 8
@@ -37,10 +34,7 @@ class LatentLayout:
 
 
 def latent_layout(model: Any) -> LatentLayout:
-    """The layout of the latents that `model` denoises.
-
-    Raises ValueError if they are not images (audio, 3D, Stable Cascade's first stage).
-    """
+    """The layout of the model's latents. Raises ValueError unless they are images (audio, 3D, Stable Cascade)."""
     latent_format = model.get_model_object("latent_format")
     name = type(latent_format).__name__
     if latent_format.latent_dimensions not in (2, 3) or name in _NO_IMAGE:
@@ -54,10 +48,8 @@ def latent_layout(model: Any) -> LatentLayout:
 
 
 def model_multiple(model: Any) -> int:
-    """The multiple of pixels at which no level of `model` rounds its size.
-
-    8 × 2^downsamplings for a UNet, patch size × latent scale for a transformer, otherwise 64.
-    """
+    """The multiple of pixels at which no level of `model` rounds its size: 8 × 2^downsamplings for a UNet, patch size ×
+    latent scale for a transformer, otherwise 64."""
     scale = latent_layout(model).scale
     network = model.get_model_object("diffusion_model")
     if hasattr(network, "input_blocks"):

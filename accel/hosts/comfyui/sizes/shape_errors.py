@@ -32,12 +32,8 @@ class ShapeMismatch(RuntimeError):
 
 @contextmanager
 def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
-    """Explain a shape mismatch in a call of an OUTER_SAMPLE wrapper that Resolution Snap would prevent.
-
-    arguments: of the call; the first is the noise, [B, C, H, W] or [B, C, T, H, W].
-
-    Raises ShapeMismatch: in place of the error, which is its cause. Other errors pass through.
-    """
+    """Raise ShapeMismatch in place of an OUTER_SAMPLE call's error that Resolution Snap would prevent; others pass
+    through. arguments: of the call; the first is the noise, [B, C, H, W] or [B, C, T, H, W]."""
     try:
         yield
     except RuntimeError as error:

@@ -22,11 +22,7 @@ SMALLEST, LARGEST = 16, 16384
 
 @dataclass(frozen=True)
 class Snapped:
-    """What a snap gives: the size asked for, the one to run at, the latent and image of that size, and a line for
-    people.
-
-    image: None if none was given.
-    """
+    """What a snap gives: sizes asked for and to run at, latent and image (if any) of it, and a line for people."""
 
     asked: Size
     size: Size
@@ -42,13 +38,9 @@ def snap_inputs(
     latent: dict[str, Any] | None = None,
     batch_size: int = 1,
 ) -> Snapped:
-    """The image or latent at a size that the model runs at without rounding; without either, an empty latent.
-
-    asked: pixels; an image [B, H, W, C] or a latent brings its own size. model: a ModelPatcher; None stands for any
-    UNet. batch_size: of the empty latent.
-
-    Raises ValueError for a size out of range, and for both an image and a latent.
-    """
+    """The image or latent at a size that the model runs at without rounding; without either, `batch_size` empty
+    latents. asked: pixels; an image [B, H, W, C] or a latent brings its own. model: a ModelPatcher; None for any UNet.
+    Raises ValueError for a size out of range, and for both an image and a latent."""
     if image is not None and latent is not None:
         raise ValueError("Both an image and a latent are connected: connect only the one to snap.")
     layout = LatentLayout() if model is None else latent_layout(model)
@@ -83,10 +75,7 @@ def empty_latent(size: Size, batch: int, layout: LatentLayout) -> dict[str, Any]
 
 
 def latent_size(latent: dict[str, Any], scale: int) -> Size:
-    """The size in pixels of a LATENT, at `scale` pixels a side per element.
-
-    Raises ValueError for latents without height and width, and for nested ones.
-    """
+    """A LATENT's size, at `scale` pixels a side per element. Raises ValueError without height and width."""
     samples = latent["samples"]
     if getattr(samples, "is_nested", False) or samples.ndim < 4:
         raise ValueError("This latent has no height and width (sound, or several in one) and cannot be snapped.")
