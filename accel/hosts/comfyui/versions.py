@@ -17,23 +17,16 @@ from comfy_api.latest import io
 OLDEST = (0, 3, 75)  # the oldest ComfyUI that this pack is tested with
 _LATENT_SCALES = {
     "ChromaRadiance": 1,
-    "SC_B": 4,
-    "SD_X4": 4,
-    "Flux2": 16,
-    "HunyuanImage21Refiner": 16,
-    "HunyuanVideo15": 16,
-    "Wan22": 16,
-    "HunyuanImage21": 32,
-    "LTXV": 32,
+    **dict.fromkeys(("SC_B", "SD_X4"), 4),
+    **dict.fromkeys(("Flux2", "HunyuanImage21Refiner", "HunyuanVideo15", "Wan22"), 16),
+    **dict.fromkeys(("HunyuanImage21", "LTXV"), 32),
 }
-"""Scales other than 8 by latent format, for cores whose formats do not have `spacial_downscale_ratio`.
-
-From the empty-latent nodes and VAEs of 0.3.75.
-"""
+"""Scales other than 8 by latent format, for cores whose formats have no `spacial_downscale_ratio`: those of 0.3.75's
+empty-latent nodes and VAEs."""
 
 
 def schema(**fields: Any) -> io.Schema:
-    """An `io.Schema` of the fields that this core knows (`search_aliases` from 0.11.0); others raise TypeError."""
+    """An `io.Schema` without the fields that this core does not know: `search_aliases` came in 0.11.0."""
     known = {field.name for field in dataclasses.fields(io.Schema)}
     return io.Schema(**{name: value for name, value in fields.items() if name in known})
 

@@ -66,15 +66,12 @@ class _Reader:
     __slots__ = ("_base", "_checked", "_downs", "_dropouts", "_refusal", "_ups", "_wrapper")
 
     def __init__(self, wrapper: torch.nn.Module, base: torch.nn.Module):
-        self._wrapper = wrapper
-        self._base = base
+        self._wrapper, self._base = wrapper, base
         self._refusal = _find_difference(wrapper, base)
         self._checked: dict[str, tuple[torch.nn.Module, torch.nn.Module, Reason | None]] = {}
         if self._refusal is None:
-            parts = wrapper._modules
-            self._downs, self._ups, self._dropouts = (
-                parts[name]._modules for name in ("lora_A", "lora_B", "lora_dropout")
-            )
+            names = ("lora_A", "lora_B", "lora_dropout")
+            self._downs, self._ups, self._dropouts = (wrapper._modules[name]._modules for name in names)
 
     def __call__(self) -> Sequence[LowRank]:
         wrapper = self._wrapper
@@ -82,26 +79,21 @@ class _Reader:
             raise RunEagerly(self._refusal)
         if wrapper._modules[_BASE] is not self._base or _is_hooked(wrapper):
             raise RunEagerly(Reason("lora_changed"))
-        merged = wrapper.merged_adapters
-        if wrapper._disable_adapters and merged:
+        merged, is_disabled = wrapper.merged_adapters, wrapper._disable_adapters
+        if merged and is_disabled:
             raise RunEagerly(Reason("lora_changed"))  # PEFT takes it out of the weights in this call
-        if wrapper._disable_adapters or merged:
+        if merged or is_disabled:
             return ()
         active = wrapper._active_adapter
-        added = []
-        for name in (active,) if isinstance(active, str) else active:
-            down = self._downs.get(name)
-            if down is not None:
-                added.append(self._read(name, down, self._ups[name]))
-        return added
+        names = (active,) if isinstance(active, str) else active
+        return [self._read(name, down) for name in names if (down := self._downs.get(name)) is not None]
 
-    def _read(self, name: str, down: torch.nn.Module, up: torch.nn.Module) -> LowRank:
-        wrapper = self._wrapper
+    def _read(self, name: str, down: torch.nn.Module) -> LowRank:
+        wrapper, up = self._wrapper, self._ups[name]
         checked = self._checked.get(name)
         if checked is None or checked[0] is not down or checked[1] is not up:
             checked = self._checked[name] = (down, up, _check_adapter(wrapper, self._base, name, down, up))
-        dropout = self._dropouts[name]
-        reason = checked[2]
+        dropout, reason = self._dropouts[name], checked[2]
         if reason is None and (_is_hooked(down) or _is_hooked(up)):
             reason = Reason("lora_changed")
         if reason is None and type(dropout) is not torch.nn.Identity:
@@ -115,8 +107,7 @@ class _Reader:
 
 def _find_difference(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
     """Why the wrapper does more than add a product to the weight of a plain layer; None if it does not."""
-    cls = type(wrapper)
-    lora = sys.modules.get("peft.tuners.lora.layer")
+    cls, lora = type(wrapper), sys.modules.get("peft.tuners.lora.layer")
     plain = _LAYERS.get(cls.__name__)
     if plain is None or cls is not getattr(lora, cls.__name__, None):
         return Reason("not_addable", why=f"{cls.__module__}.{cls.__qualname__} is not known")
