@@ -20,8 +20,8 @@ _LONGEST_TIMELINE = 100
 
 
 class Fact(NamedTuple):
-    """Something to say: a sentence, with indented lines of details after it. line: the same for a node, in parts. why:
-    what kept the run from gaining more, which a host may have advice on."""
+    """Something to say: a sentence, then indented lines of details. line: the same for a node, in parts of a few words.
+    why: what kept the run from gaining more, which a host may have advice on."""
 
     sentence: str
     line: Sequence[Reason] = ()
@@ -100,11 +100,9 @@ def _make_compile_fact(run: Run, account: Account) -> Fact:
         ("loaded from disk", run.loaded, "graph", run.load_seconds),
         ("captured", run.captures, "CUDA graph", run.capture_seconds),
     )
-    lines += [
-        f"It {how} {count_nouns(number, what)} in {format_seconds(took)} s."
-        for how, number, what, took in made
-        if number
-    ]
+    for how, number, what, took in made:
+        if number:
+            lines.append(f"It {how} {count_nouns(number, what)} in {format_seconds(took)} s.")
     if totals.model_calls:
         lines.append(f"{totals.replays} of {count_nouns(totals.model_calls, 'model call')} replayed a CUDA graph.")
     why = Reason("line_traced") if run.is_traced and totals.compiled_calls else None

@@ -103,20 +103,17 @@ class Skipping(Record):
 
 @dataclass(eq=False)
 class Run(Record):
-    """One sampling run, or all `samplings` of one prompt together.
+    """One sampling run, or all `samplings` of one prompt together. prompt: its id; None for a run of none.
 
-    prompt: the id of the prompt; None for a run of none.
     latent: shape of the noise, such as [B, C, H, W]. pixels: width and height of the image; None where there is none.
     compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
     steps_done: fewer than `steps` where the run was interrupted; None where another error ended it.
-    prepare_seconds: before the sampler's first call, most of it for loading the model. finished: unix seconds.
-    loaded_share: fraction of the weights that were on the device at the end.
-    fallbacks: calls that ran uncompiled or were not captured, by (block, reason).
-    survey_seconds: for finding the model's blocks. captures: calls captured in this run.
+    prepare_seconds: until the sampler's first call, mostly for loading the model. finished: unix seconds.
+    loaded_share: fraction of the weights on the device at the end. survey_seconds: for finding the model's blocks.
+    fallbacks: calls that ran uncompiled or were not captured, by (block, reason). lines: by node id (`facts.line_of`).
     owed: by model, seconds that were paid since the start and are not yet saved again.
-    lines: by node id, what it gained, in parts (`facts.line_of`).
-    graphs_would_give: how many times as fast a step would be with CUDA graphs, which only torch's allocator prevents;
-        None where something else does too, or they would not pay.
+    graphs_would_give: how many times as fast a step would be with CUDA graphs, where torch's allocator alone prevents
+        them and they would pay.
     """
 
     model: str = fact("", _add_name)

@@ -212,13 +212,7 @@ def _call_operator(place: str, q: Any, k: Any, v: Any, args: Sequence[Any], kwar
 
 
 def _size(
-    q: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
-    attn_precision: torch.dtype | None = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    **_: Any,
+    q: torch.Tensor, heads: int, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **_: Any
 ) -> tuple[int, ...]:
     """The size of the result, as core's functions have it."""
     if skip_reshape:

@@ -81,8 +81,8 @@ def place_again(calls: Mapping[torch.nn.Module, ComponentCall]) -> None:
 
 
 def _split_prompts(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A transformer's named arguments with a prompt in a row for each image. Flux's pipeline leaves one row of given
-    features for several images; its first block would need another graph."""
+    """A transformer's named arguments with a prompt in a row for each image. Flux's pipeline gives one row for several
+    images where it was given features: its first block would need a graph of its own."""
     images, prompt = kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states")
     if not (isinstance(images, torch.Tensor) and isinstance(prompt, torch.Tensor) and images.ndim == prompt.ndim == 3):
         return kwargs

@@ -224,7 +224,7 @@ class Run:
 
 @dataclass(eq=False)
 class NetworkRun:
-    """One run of a network beside the sampled one, such as a ControlNet. leaves_eager: blocks not to compile."""
+    """One run, by one thread, of a network beside the sampled one (ControlNet). leaves_eager: blocks not to compile."""
 
     network: torch.nn.Module
     settings: CompileSettings

@@ -42,7 +42,6 @@ from .streamed import Pins
 _unread: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Model → attributes that its code sets and never reads, for snapshots."""
 
-
 _LOADED = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
 """What core changes on a BaseModel when it loads, unloads or patches weights."""
 
@@ -134,11 +133,10 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         (value for value in args if isinstance(value, dict) and KEY in value), {}
     )
     capture: ModelCapture | None = options.get(KEY)
-    is_innermost = executor.idx + 1 == len(executor.wrappers)
     if capture is None:
         return executor(*args, **kwargs)
-    call = capture.call if is_innermost else capture.call_uncaptured
-    return call(executor, *args, **kwargs)
+    is_innermost = executor.idx + 1 == len(executor.wrappers)
+    return (capture.call if is_innermost else capture.call_uncaptured)(executor, *args, **kwargs)
 
 
 def _read_code(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bool], Reason | None]:
@@ -183,9 +181,8 @@ def _find_obstacle_in(module: torch.nn.Module) -> Reason | None:
 class _HeldWeights(Pins):
     """The weights that core streams to a model, kept on the device for one call that is captured or replayed.
 
-    Their addresses are fixed. Values that are not those of the layer's last use, as after a change of LoRA, core has to
-    load. Making room for one while the others are pinned would evict all of them, so they are first checked to fit,
-    without pinning any.
+    Their addresses are fixed. Core has to load values that are not those of the layer's last use, as after a change of
+    LoRA. Making room for one while others are pinned would evict them all, so all are first checked to fit, unpinned.
     current: those with their values at the last `hold`; None where not all could be there at once.
     """
 
@@ -218,7 +215,7 @@ class _HeldWeights(Pins):
 
 
 def _sizes_on_device(places: Sequence[tuple]) -> list[int]:
-    """Bytes on the device; unchanged, all is still there."""
+    """Bytes of each memory on the device; where none has changed, all is still there."""
     return [vbar.loaded_size() for vbar in {id(vbar): vbar for vbar, _, _ in places}.values()]
 
 

@@ -39,8 +39,8 @@ class CapturedCalls(torch.nn.Module):
         return 0 if cache is None else cache.captures.nbytes_on(self.device)
 
     def drop(self) -> int:
-        """Drop all captures, which share memory, after a running replay: the bytes that they took, which core then
-        returns to the device (`soft_empty_cache`). An error is only logged: core has other models to unload."""
+        """Drop all captures once a running replay is over; returns the bytes that they took. They share memory, which
+        core then returns to the device (`soft_empty_cache`). An error is only logged: core has others to unload."""
         cache, freed = self._cache(), self.nbytes()
         if not freed:
             return 0

@@ -35,14 +35,12 @@ def apply_deep_cache(
     """A clone of the ModelPatcher that samples with DeepCache by these settings, in place of earlier ones. made_by: the
     class of the node that shows what was skipped; choices: its inputs, which tell it from others of that class."""
     clone = model_patcher.clone()
-    wrappers: dict[Any, Callable[..., Any]] = {}
-    if not settings.is_off:
-        wrappers = {
-            WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, made_by, choices),
-            WrappersMP.SAMPLER_SAMPLE: _begin_sampling,
-            WrappersMP.PREDICT_NOISE: _evaluate,
-        }
-    put_wrappers(clone, KEY, wrappers)
+    wrappers: dict[Any, Callable[..., Any]] = {
+        WrappersMP.OUTER_SAMPLE: _wrap_sampling(settings, made_by, choices),
+        WrappersMP.SAMPLER_SAMPLE: _begin_sampling,
+        WrappersMP.PREDICT_NOISE: _evaluate,
+    }
+    put_wrappers(clone, KEY, {} if settings.is_off else wrappers)
     return clone
 
 
@@ -73,7 +71,7 @@ class _Sampling:
         self.run: DeepCacheRun | None = None
         self.functions = 0  # how many functions after guidance are not the sampler's
         self.seen: dict[str, Any] = {}
-        """The arguments of the sampler's functions after guidance, in the last full evaluation."""
+        """What the sampler's functions after guidance were called with in the last full evaluation."""
         self.is_quiet = True  # whether the log says nothing: a run that was stopped has few steps, which say little
 
     def begin(self, guider: Any, schedule: torch.Tensor, model_options: dict[str, Any]) -> None:

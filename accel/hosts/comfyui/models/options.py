@@ -24,10 +24,7 @@ INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
 """Exceptions that mean "stop the run"; never swallowed."""
 
 CAPTURE = "accel.capture"
-"""The key of the run's capture in `transformer_options`, and of our callbacks on a patcher.
-
-It is here and not in `capture`, which is slow to import and only imported when calls are captured.
-"""
+"""The key of the run's capture in `transformer_options`, and of our callbacks. Not in `capture`: slow to import."""
 
 SKIPS = "accel_deep_cache"  # the key of DeepCache's run in `transformer_options`, and of its wrappers
 WARMS_UP = "accel.warms_up"  # key in `transformer_options` of runs whose images are thrown away

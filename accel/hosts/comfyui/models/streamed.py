@@ -226,8 +226,7 @@ class Pins:
         self._pinned: list[tuple] = []
 
     def pin(self, state: dict[str, Any]) -> tuple[Any, bool]:
-        """Pin a layer's pages: (their signature, whether they are as core's last use left them); None if memory is
-        short."""
+        """A layer's pages' signature, now pinned, and whether core's last use left it; None, False without memory."""
         vbar, address, size = state["_v"]
         signature = vbar.fault(address, size)
         if signature is None:

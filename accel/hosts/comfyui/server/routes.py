@@ -103,7 +103,7 @@ def clear(body: Any) -> dict[str, int]:
 
 
 def refuse_foreign_origin(headers: Any) -> None:
-    """Raise Refused for another site's page in the visitor's browser; core does on loopback addresses alone."""
+    """Raise Refused for a request from another site's page; core does so on loopback addresses alone."""
     from comfy.cli_args import args
 
     origin = headers.get("Origin")

@@ -34,7 +34,7 @@ class LatentLayout:
 
 
 def latent_layout(model: Any) -> LatentLayout:
-    """The layout of the model's latents. Raises ValueError unless they are images (audio, 3D, Stable Cascade)."""
+    """The layout of the model's latents. Raises ValueError if they are no images (audio, 3D, Cascade's prior)."""
     latent_format = model.get_model_object("latent_format")
     name = type(latent_format).__name__
     if latent_format.latent_dimensions not in (2, 3) or name in _NO_IMAGE:
