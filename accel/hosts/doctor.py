@@ -28,8 +28,8 @@ def lines() -> list[str]:
 
 def parts() -> Iterator[tuple[str, Reason]]:
     """Each part of the machine: its name, and what is said of it."""
-    device = _device()
-    yield "Versions", _versions()
+    device = _find_device()
+    yield "Versions", _describe_versions()
     yield "Device", _describe_device(device)
     lacking = backend_named(DEFAULT).find_missing() or toolchain.find_missing(device)
     if lacking is not None:
@@ -40,12 +40,12 @@ def parts() -> Iterator[tuple[str, Reason]]:
         triton = toolchain.triton_version()
         yield "Compiling", Reason("compiles_with", triton=triton) if device != "mps" and triton else Reason("compiles")
     yield "CUDA graphs", allocator.state()
-    its_attention = _attention()
+    its_attention = _describe_attention()
     if its_attention is not None:
         yield "Attention", its_attention
 
 
-def _versions() -> Reason:
+def _describe_versions() -> Reason:
     its = Reason("versions", python=platform.python_version(), torch=torch.__version__, platform=sys.platform)
     version = getattr(sys.modules.get("comfyui_version"), "__version__", None)
     if version is None:
@@ -57,7 +57,7 @@ def _versions() -> Reason:
     return Reason("core_is_old", versions=with_core, oldest=".".join(map(str, OLDEST))) if is_old else with_core
 
 
-def _device() -> str:
+def _find_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -75,7 +75,7 @@ def _describe_device(device: str) -> Reason:
     return Reason("device", name=f"{card.name}, {kind}, {card.total_memory / (1 << 30):.0f} GB")
 
 
-def _attention() -> Reason | None:
+def _describe_attention() -> Reason | None:
     """Core's; None where it is not loaded."""
     function = getattr(sys.modules.get(_ATTENTION), "optimized_attention", None)
     if function is None:

@@ -33,7 +33,7 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
     both = run.compiling, run.caching
     compiles, skips = (bool(settings) and node in (None, settings.get("node")) for settings in both)
     account = run.account(node)
-    facts = [_image(run), _gain(account)]
+    facts = [_make_image_fact(run), _make_gain_fact(account)]
     if run.loaded_share is not None and run.loaded_share < 0.98:
         rest = "the rest is copied at every step, which takes longer than compiling saves."
         said = f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: {rest}"
@@ -62,7 +62,7 @@ def size_of(run: Run) -> str:
     return f"{'' if run.pixels else 'latent '}{'×'.join(map(str, sides)) or 'unknown'}{batch}"
 
 
-def _image(run: Run) -> Fact:
+def _make_image_fact(run: Run) -> Fact:
     contexts, end, line = run.totals.contexts, "", []
     steps = "" if run.steps is None else f", {count_nouns(run.steps, 'step')}"
     sampler = f" of {run.sampler}" if run.sampler and steps else ""
@@ -77,7 +77,7 @@ def _image(run: Run) -> Fact:
     return Fact(f"Last image: {what}: {format_seconds(run.seconds)} s{end}.", line)
 
 
-def _gain(account: Account) -> Fact:
+def _make_gain_fact(account: Account) -> Fact:
     how = " ".join(map(str, account.how))
     if account.saved is None:
         return Fact(f"Gain: not known. {how}")

@@ -166,7 +166,7 @@ def stand_ins() -> Iterator[tuple[Any, str, Callable]]:
     for module, name, function in _places():
         is_traced = _is_traced(function)
         if is_overridden or not is_traced:
-            yield module, name, _stand_in(f"{module.__name__}:{name}", function, not is_traced)
+            yield module, name, _make_stand_in(f"{module.__name__}:{name}", function, not is_traced)
 
 
 def _places() -> Iterator[tuple[Any, str, Callable]]:
@@ -183,7 +183,7 @@ def _is_traced(function: Callable, among: Sequence[str] = _TRACED) -> bool:
     return any(function is core.get(name) for name in among)
 
 
-def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
+def _make_stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
     def attention(q, k, v, *args, **kwargs):
         options = kwargs.get("transformer_options")
         is_overridden = options is not None and options.get(OVERRIDE) is not None
@@ -208,10 +208,10 @@ def _call_operator(place: str, q: Any, k: Any, v: Any, args: Sequence[Any], kwar
     named = {name: item for name, item in kwargs.items() if name != "preferred_attention"}
     if named.get("transformer_options", named) is None:
         del named["transformer_options"]
-    return call_host("attention", place, (q, k, v, *args), named, [q], _size(q, *args, **named))[0]
+    return call_host("attention", place, (q, k, v, *args), named, [q], _compute_size(q, *args, **named))[0]
 
 
-def _size(
+def _compute_size(
     q: torch.Tensor, heads: int, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **_: Any
 ) -> tuple[int, ...]:
     """The size of the result, as core's functions have it."""
@@ -227,11 +227,11 @@ def _has_no_values(tensor: Any) -> bool:
     return tensor.is_meta or type(tensor) is torch_internals.FAKE_TENSOR.get(None)
 
 
-def _attention(place: str) -> Callee:
+def _find_attention(place: str) -> Callee:
     """The function at a place, MODULE:NAME, which calls the override of this thread's call itself."""
     module, _, name = place.partition(":")
     function, override = getattr(sys.modules[module], name), (get_call_options() or {}).get(OVERRIDE)
-    return Callee(function, not _is_cores(override or function), functools.partial(_odd_result, override))
+    return Callee(function, not _is_cores(override or function), functools.partial(_note_odd_result, override))
 
 
 def _find_replaced_attention(name: str) -> Callee:
@@ -243,10 +243,10 @@ def _find_replaced_attention(name: str) -> Callee:
         given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")}
         return function(q, k, v, given | own)
 
-    return Callee(call, not _is_cores(function), functools.partial(_odd_result, function))
+    return Callee(call, not _is_cores(function), functools.partial(_note_odd_result, function))
 
 
-FINDERS.update({"attention": _attention, "replaced attention": _find_replaced_attention})
+FINDERS.update({"attention": _find_attention, "replaced attention": _find_replaced_attention})
 
 
 def _options_of_call(of_block: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _is_cores(function: Any) -> bool:
     return type(function) is types.FunctionType and package_of(home_of(function)) in ("comfy", "comfy_extras")
 
 
-def _odd_result(function: Any, _what: str) -> RunEagerly:
+def _note_odd_result(function: Any, _what: str) -> RunEagerly:
     """The exception for what the function gave; it is remembered. None for core's own place."""
     if function is not None:
         _odd.add(getattr(function, "__func__", function))

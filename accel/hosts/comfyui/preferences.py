@@ -56,8 +56,8 @@ def current() -> Settings:
                 log.warning("Could not read the settings of the graph cache: %s", error)
                 _current = Settings()
             _set_budget(_current)
-            if _verbosity(_current) != settings.NORMAL:  # otherwise our logger keeps the level that others set
-                report_log.set_verbosity(_verbosity(_current))
+            if _choose_verbosity(_current) != settings.NORMAL:  # otherwise our logger keeps the level that others set
+                report_log.set_verbosity(_choose_verbosity(_current))
         return _current
 
 
@@ -75,7 +75,7 @@ def change(requested: dict[str, Any]) -> None:
         before = _current or Settings()
         _current = now = replace(before, **requested)
         _set_budget(now)
-        report_log.set_verbosity(_verbosity(now))
+        report_log.set_verbosity(_choose_verbosity(now))
         try:
             settings.write(find_running_home(), now)
         except OSError:
@@ -98,5 +98,5 @@ def _set_budget(chosen: Settings) -> None:
     shared.set_budget(chosen.max_entries, (chosen.max_mb << 20) + extra)
 
 
-def _verbosity(chosen: Settings) -> str:
+def _choose_verbosity(chosen: Settings) -> str:
     return report_log.read_environment() or chosen.verbosity

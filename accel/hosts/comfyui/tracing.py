@@ -93,11 +93,11 @@ def _kitchen_stand_ins() -> Iterator[tuple[types.ModuleType | None, str, Any]]:
         module = sys.modules.get(f"comfy_kitchen.tensor.{layout}")
         for name in names:
             function = getattr(module, name, None)
-            if isinstance(function, types.FunctionType) and _is_defined(name, function):
+            if isinstance(function, types.FunctionType) and _define_operator(name, function):
                 yield module, name, getattr(torch.ops.accel, name)
 
 
-def _is_defined(name: str, function: Callable) -> bool:
+def _define_operator(name: str, function: Callable) -> bool:
     """Define the operator where it is not; True if there is one."""
     if hasattr(torch.ops.accel, name):
         return True
@@ -106,7 +106,7 @@ def _is_defined(name: str, function: Callable) -> bool:
     def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return _result(bound.arguments)
+        return _make_fake_result(bound.arguments)
 
     try:
         define(name, torch.library.infer_schema(function, mutates_args=()), function, fake)
@@ -116,7 +116,7 @@ def _is_defined(name: str, function: Callable) -> bool:
     return True
 
 
-def _result(arguments: dict[str, Any]) -> torch.Tensor:
+def _make_fake_result(arguments: dict[str, Any]) -> torch.Tensor:
     """The shape and type of the function's result, as a tensor without values. A byte of a weight holds two numbers."""
     packed = arguments["qweight"] if "qweight" in arguments else arguments["qdata"]
     rows, half = packed.shape

@@ -27,7 +27,7 @@ class Patches:
     classes = frozenset((_LORA,))
 
     def require_low_rank(self, value: Any) -> None:
-        for _, adapter, strength_of_model, _, function in _patches(value):
+        for _, adapter, strength_of_model, _, function in _read_patches(value):
             if type(adapter) is not _LORA:
                 kind = getattr(adapter, "name", None) or "full-size change"
                 raise Opaque(f"tensor to which a {kind} is added at each use")
@@ -37,7 +37,7 @@ class Patches:
     def low_rank(self, value: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, columns = weight.shape[0], math.prod(weight.shape[1:])
         ups, downs = [], []
-        for strength, adapter, _, part, _ in _patches(value):
+        for strength, adapter, _, part, _ in _read_patches(value):
             matrices = (matrix.to(weight.device, torch.float32, non_blocking=True) for matrix in adapter.weights[:2])
             up, down = (matrix.flatten(1) for matrix in matrices)
             alpha = adapter.weights[2]
@@ -62,7 +62,7 @@ class Patches:
         return [([(1.0, _LORA(set(), (up, down, None, None, None, None)), 1.0, None, None)], "")]
 
 
-def _patches(value: Any) -> Iterator[tuple]:
+def _read_patches(value: Any) -> Iterator[tuple]:
     """(strength, adapter, strength of the model, part of the weight, function) of each patch. Raises Opaque."""
     try:
         for patches, _key in value:

@@ -41,8 +41,8 @@ class ComponentCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         load(model)
-        args = tuple(map(_contiguous, args))
-        kwargs = {name: _contiguous(value) for name, value in _split_prompts(kwargs).items()}
+        args = tuple(map(_make_contiguous, args))
+        kwargs = {name: _make_contiguous(value) for name, value in _split_prompts(kwargs).items()}
         if asks_for_attentions(model, kwargs):  # of parts of its blocks, which a compiled block does not hand out
             fallbacks.note(type(model).__name__, Reason("attentions_asked"))
             return model._call_impl(*args, **kwargs)
@@ -91,7 +91,7 @@ def _split_prompts(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "encoder_hidden_states": prompt.expand(images.shape[0], -1, -1).contiguous()}
 
 
-def _contiguous(value: Any) -> Any:
+def _make_contiguous(value: Any) -> Any:
     """An image or latent ([B, C, H, W], [B, C, F, H, W]) contiguous; any other argument as it is.
 
     A pipeline produces other strides from a PIL image than from a tensor, and these pass through the whole model:

@@ -33,7 +33,7 @@ def components(pipe: Any) -> dict[str, torch.nn.Module]:
     if not isinstance(parts, dict):
         raise TypeError(f"expected a diffusers pipeline, not a {type(pipe).__name__}")
     models = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module) and name not in _NEVER}
-    return {name: module for part, model in models.items() for name, module in _parts(part, model)}
+    return {name: module for part, model in models.items() for name, module in _list_models(part, model)}
 
 
 def choose_models(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
@@ -111,7 +111,7 @@ def find_missing_weight(model: torch.nn.Module) -> str | None:
     return next((name for name, weight in model.named_parameters() if weight.is_meta), None)
 
 
-def _parts(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _list_models(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     coders = [part for part in ("decoder", "encoder") if isinstance(getattr(model, part, None), torch.nn.Module)]
     nets = getattr(model, "nets", None)
     if callable(getattr(model, "decode", None)) and coders:

@@ -55,7 +55,7 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
             running: dict[int, ExitStack] = {}
             # Images that were broken off, whose frames an exception may keep alive.
             undo.callback(lambda: list(map(ExitStack.close, list(running.values()))))
-            undo.enter_context(wrap_loops(pipe, partial(_image, weakref.ref(pipe), settings, running)))
+            undo.enter_context(wrap_loops(pipe, partial(_cache_image, weakref.ref(pipe), settings, running)))
         del pipe  # the context must not keep its memory
         yield
 
@@ -67,7 +67,7 @@ def models_of(pipe: Any) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def _image(pipe: weakref.ref[Any], settings: DeepCacheSettings, running: dict[int, ExitStack]) -> Iterator[None]:
+def _cache_image(pipe: weakref.ref[Any], settings: DeepCacheSettings, running: dict[int, ExitStack]) -> Iterator[None]:
     """One denoising loop; a loop within it, as over the parts of a video, belongs to it. running: thread in the middle
     of an image → what ends the image."""
     thread = threading.get_ident()

@@ -21,7 +21,7 @@ from .schedule import PipelineSchedule, is_flow
 def noisy(scheduler: Any, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
     """The noisy latent [B, ...] in float32, with the image at its own size, or its share with a flow, at a noise level
     (`noise_levels.angle`). timestep, sample: as for `scheduler.step`."""
-    if _kind(scheduler) == "flow_prediction":
+    if _read_prediction_type(scheduler) == "flow_prediction":
         return sample.float()
     # All of diffusers' schedulers scale what the model gets to unit variance, whatever they keep themselves.
     return scheduler.scale_model_input(sample, timestep).float() / math.cos(angle)
@@ -42,7 +42,7 @@ def output_of(scheduler: Any, denoised: torch.Tensor, latent: torch.Tensor, angl
 def shares(scheduler: Any, angle: float) -> tuple[float, float]:
     """By how much the denoised latent changes with the noisy one, and with the model's output. Raises ValueError for a
     prediction of an unknown kind."""
-    cosine, sine, kind = math.cos(angle), math.sin(angle), _kind(scheduler)
+    cosine, sine, kind = math.cos(angle), math.sin(angle), _read_prediction_type(scheduler)
     known = {
         # Cosmos' flow is at noise levels that are ratios to the image.
         "flow_prediction": (1.0, -sine / (sine + cosine if is_flow(scheduler) else cosine)),
@@ -55,7 +55,7 @@ def shares(scheduler: Any, angle: float) -> tuple[float, float]:
     return known[kind]
 
 
-def _kind(scheduler: Any) -> str:
+def _read_prediction_type(scheduler: Any) -> str:
     return getattr(scheduler.config, "prediction_type", "flow_prediction")
 
 

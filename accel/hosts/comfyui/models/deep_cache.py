@@ -88,8 +88,8 @@ class _Sampling:
             settings,
             replace(facts, response=None) if self._is_masked else facts,
             window=tuple(float(of_model.percent_to_sigma(percent)) for percent in percents),
-            changes=[angle(float(level), is_flow) for cond in conds for level in _levels_of_change(cond)],
-            why_full=_who_skips(model_options),
+            changes=[angle(float(level), is_flow) for cond in conds for level in _find_levels_of_change(cond)],
+            why_full=_find_other_skipper(model_options),
         )
 
     def wrap_callback(self, args: tuple) -> tuple:
@@ -180,7 +180,7 @@ def _evaluate_by_parts(
     return args["denoised"]
 
 
-def _who_skips(model_options: dict[str, Any]) -> str | None:
+def _find_other_skipper(model_options: dict[str, Any]) -> str | None:
     """Why nothing may be skipped: what else takes part in the model's calls, and may skip some of its own."""
     if CORE_CACHE in model_options.get("transformer_options", {}):
         return "EasyCache or LazyCache skips steps of its own (use one of the two)"
@@ -193,7 +193,7 @@ def _who_skips(model_options: dict[str, Any]) -> str | None:
     return None
 
 
-def _levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
+def _find_levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
     """The noise levels at which a prompt, its ControlNets or its hooks begin, end or change in strength."""
     yield from (cond[name] for name in ("timestep_start", "timestep_end") if cond.get(name) is not None)
     control = cond.get("control")

@@ -62,7 +62,7 @@ def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         if not is_transformer_options(options):
             return options
         attention.begin(options)
-        if (reason := _concern(options, strings)) is not None:
+        if (reason := _find_concern(options, strings)) is not None:
             raise RunEagerly(reason)
         kept = _select_readable(readable, options, _is_constant)
         if options.get(OVERRIDE) is not None:
@@ -116,7 +116,7 @@ def is_captured(model: Any) -> bool:
     return CAPTURE in model.callbacks.get(CallbacksMP.ON_DETACH, {})
 
 
-def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
+def _find_concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
     """Why a patch in `options` changes the output of a block whose code has these strings; None if none does."""
     for name, patches in (options.get("patches") or {}).items():
         if patches and name in strings:

@@ -73,7 +73,7 @@ def _find_loaded_share(guider: Any) -> float | None:
     return there / whole if whole else None
 
 
-def _pixels(patcher: Any, latent: Sequence[int]) -> tuple[int, int] | None:
+def _find_pixels(patcher: Any, latent: Sequence[int]) -> tuple[int, int] | None:
     """Width and height of the image, or of a video's frames; None for sound, 3D, and what is no latent."""
     try:
         scale = latent_layout(patcher).scale
@@ -92,7 +92,7 @@ def _describe_sampling(executor: Any, arguments: Sequence[Any]) -> dict[str, Any
         "model": family_name(patcher),
         "prompt": get_prompt_id(),
         "latent": latent,
-        "pixels": _pixels(patcher, latent),
+        "pixels": _find_pixels(patcher, latent),
         "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,
         "sampler": None if function is None else getattr(function, "__name__", "").removeprefix("sample_") or None,
     }

@@ -64,7 +64,7 @@ def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
 def plain(module: torch.nn.Module) -> torch.nn.Module:
     """The module as it would be with its weights in place (`streamed_weights.Plain`)."""
     parts = list(module.modules())
-    if any(map(_waits, parts)):
+    if any(map(_has_waiting_weights, parts)):
         raise Indescribable("weights that wait in the CPU's memory, since the model is loaded in part")
     if not any(map(_is_prepared, parts)):
         return module
@@ -194,7 +194,7 @@ class StreamedWeights:
 
     def _bring(self, missing: list[tuple], inputs: Sequence[torch.Tensor], made: list[torch.Tensor]) -> None:
         """Have core load the weights of these parts, all at once; prefetched ones are there already."""
-        device, dtypes = _place_of(inputs)
+        device, dtypes = _find_place(inputs)
         fresh = [(part, signature) for part, _, _, signature in missing if "_prefetch" not in vars(part)]
         prefetched = {part for part, _, _, _ in missing if "_prefetch" in vars(part)}
         buffered = sum(part._v[2] for part, signature in fresh if signature is None)
@@ -248,7 +248,7 @@ def _is_prepared(module: torch.nn.Module) -> bool:
     return "seed_key" in vars(module)
 
 
-def _waits(module: torch.nn.Module) -> bool:
+def _has_waiting_weights(module: torch.nn.Module) -> bool:
     """Whether each use copies the module's weights to the device, in a partly loaded model. Newer cores mark modules
     alike that they only cast there (ModelComputeDtype), and say so."""
     return "prev_comfy_cast_weights" in vars(module) and not vars(module).get("comfy_force_cast_weights")
@@ -260,7 +260,7 @@ def _find_patches(module: torch.nn.Module) -> list[Any]:
     return [patch for patch in patches if patch is not None]
 
 
-def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.dtype]]:
+def _find_place(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.dtype]]:
     """The device that a call runs on, and the types that it computes in."""
     filled = [tensor for tensor in inputs if tensor.numel()]
     if not filled:

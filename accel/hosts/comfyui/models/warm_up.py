@@ -71,7 +71,7 @@ def _repeat_to_length(text: torch.Tensor, extra: dict[str, Any], length: int) ->
 def parse_sizes(text: str) -> list[Size]:
     """Sizes in pixels from text such as "1024x1024, 720x960". Raises ValueError for anything else."""
     sizes = []
-    for part in _parts(text):
+    for part in _split_parts(text):
         match = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", part)
         if match is None or not all(16 <= int(side) <= 16384 for side in match.groups()):
             raise ValueError(f"{part!r} is not a size: write width x height in pixels, 16 to 16384, as in 720x960.")
@@ -82,12 +82,12 @@ def parse_sizes(text: str) -> list[Size]:
 def parse_numbers(text: str, name: str) -> list[int]:
     """Whole numbers from text such as "1, 2, 4". Raises ValueError for anything else, and below 1."""
     numbers = []
-    for part in _parts(text):
+    for part in _split_parts(text):
         if not part.isdecimal() or not int(part):
             raise ValueError(f"{part!r} is not valid for {name}: write whole numbers from 1 on, as in 1, 4.")
         numbers.append(int(part))
     return numbers
 
 
-def _parts(text: str) -> list[str]:
+def _split_parts(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"[,;\n]", text) if part.strip()]

@@ -41,10 +41,10 @@ def cache_table(cache: GraphCache, rows: int | None = None) -> dict[str, Any]:
     """{"table", "rows_total"}: a row for each of the last used entries, at most `rows`; how many there are."""
     entries = list(cache.entries())
     last = entries if rows is None else entries[max(len(entries) - rows, 0) :]
-    return {"rows_total": len(entries), "table": [_row(entry) for entry in last]}
+    return {"rows_total": len(entries), "table": [_make_row(entry) for entry in last]}
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _make_row(entry: Entry) -> dict[str, Any]:
     """One entry as JSON. last_used: Unix seconds. used_at: the newest first. source: "compiled", "disk", or "captured"
     for calls of a whole model."""
     failure = entry.failure  # read once: another thread may clear it

@@ -85,7 +85,7 @@ def _show_warning(data: Message) -> tuple[Message | None, None]:
     return {"event": "fallback", "block": data["block"], "of_all": of_all, **reason.to_json()}, None
 
 
-def _lines(data: Message) -> tuple[Message, Message]:
+def _show_lines(data: Message) -> tuple[Message, Message]:
     """What its nodes say, and by node an offer of CUDA graphs, where they are what the run lacked."""
     run: Run = data["run"]
     node, offers = (run.compiling or {}).get("node"), {}
@@ -98,7 +98,7 @@ _MESSAGES: dict[str, Callable[[Message], tuple[Message | None, Message | None]]]
     "compile_end": _show_compiled,
     "compile_failed": _show_compiled,
     "fallback": _show_warning,
-    "run_over": _lines,
+    "run_over": _show_lines,
     "cache_changed": lambda data: (None, {"event": "cache_changed"}),
 }
 """Event → what the prompt's client hears, and what everybody does."""

@@ -29,7 +29,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
     run, cache = records.last(), cache_fact(shared.statistics(), shared.store and shared.store.statistics())
     of_run = [Fact("No image was made with an accelerated model yet.")] if run is None else facts_of(run)
     head, facts = [*of_run[:2], *_compare_images(image, reference)], [*of_run[2:], cache]
-    changes, others = _changes(run, facts, prompt)
+    changes, others = _choose_changes(run, facts, prompt)
     first, *then = changes or ["Nothing."]
     paragraphs = [
         ["Accel Report"],
@@ -41,7 +41,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
 
-def _changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
+def _choose_changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
     """What to change, what stops everything first; and the facts without advice."""
     elsewhere = _why_not_of_this_workflow(run, prompt)
     if elsewhere is not None:

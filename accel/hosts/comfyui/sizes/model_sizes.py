@@ -57,7 +57,7 @@ def model_multiple(model: Any) -> int:
         strides = [[getattr(part, "stride", 1) for part in block.modules()] for block in network.input_blocks]
         halvings = sum(any((one[-1] if isinstance(one, tuple) else one) > 1 for one in each) for each in strides)
         return safe_multiple(scale, downsamplings=halvings)
-    patch = _patch_size(network)
+    patch = _find_patch_size(network)
     return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
 
 
@@ -68,7 +68,7 @@ def family_name(model: Any) -> str:
     return type(getattr(base, "diffusion_model", base) if config is None else config).__name__
 
 
-def _patch_size(network: Any) -> int | None:
+def _find_patch_size(network: Any) -> int | None:
     """Latent elements a side per token; None if the network does not say."""
     patchifier = getattr(network, "patchifier", None)
     for owner, attribute in ((network, "patch_size"), (network, "patch_spatial"), (patchifier, "patch_size")):
