@@ -84,10 +84,8 @@ def own_noise() -> AbstractContextManager:
 
 @contextmanager
 def _sources_unread() -> Iterator[None]:
-    """A context in which torch does not read the source of what this thread traces: a tenth of a trace.
-
-    It keeps that to refuse saved functions whose source has changed, as our keys do.
-    """
+    """A context in which torch does not read the source of what this thread traces: a tenth of a trace. Torch keeps it
+    to refuse saved functions whose source has changed, as our keys do."""
     read, thread = torch_internals.READ_SOURCE.get(None), threading.get_ident()
     if read is None:
         yield

@@ -68,10 +68,8 @@ class Backend(Protocol):
     def load(self) -> Callable[[bytes, torch.nn.Module], Artifact] | None: ...
 
     def find_missing(self, device: str | None = None) -> Reason | None:
-        """What this machine lacks to compile with it for a type of device; None where nothing is missing.
-
-        device: None asks of torch alone.
-        """
+        """What this machine lacks to compile for this type of device, or what torch lacks where that is None; None
+        where nothing is missing."""
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Artifact:
         """Compile `function(*tensors)`: a block's weights, then the inputs of a call.

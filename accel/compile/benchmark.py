@@ -197,10 +197,8 @@ class Pattern:
 
 
 class Benchmarks:
-    """One graph's record against its block: values by pattern of sizes, times by size.
-
-    wrong: why the graph is used at no size. is_last_compared: a call of the last block of the kind was compared.
-    """
+    """One graph's record against its block: values by pattern of sizes, times by size. wrong: why the graph is used at
+    no size. is_last_compared: whether a call of the last block of the kind was compared."""
 
     def __init__(self) -> None:
         self._by_size: dict[tuple[int, bool, bool], Benchmark] = {}
@@ -210,10 +208,8 @@ class Benchmarks:
         self._compared: dict[bytes, set[Hashable]] = {}
 
     def get_or_create(self, inputs: Sequence[torch.Tensor], captured: bool = False, one_way: bool = False) -> Benchmark:
-        """The benchmark for calls of this power of two in size; of exactly this size where each is made one way only.
-
-        captured: in calls of a model that are captured, where other times count on a CUDA device.
-        """
+        """The benchmark for calls of this power of two in size, or of exactly this size where each is made one way
+        only. captured: the calls are of a model that is captured, where other times count on a CUDA device."""
         elements = elements_of(inputs)  # of all, since one's may never change
         size = elements if one_way else elements.bit_length()
         return self._by_size.setdefault((size, captured, one_way), Benchmark())
@@ -237,10 +233,8 @@ class Benchmarks:
         eager: Callable[[], Any],
         difference: Callable[[Any, Any], float | None],
     ) -> Any:
-        """The output of this call, as `Benchmark.call` gives it, without timing it; difference: calls `judge`.
-
-        Where memory is too short for the block itself, which would end the run without us, it is the graph's.
-        """
+        """The output of this call, as of `Benchmark.call`, untimed. difference: calls `judge`. Where memory is too
+        short for the block itself, which would end the run without us, the output is the graph's."""
         started, expected = time.perf_counter(), None
         with suppress(torch.OutOfMemoryError):
             expected = eager()  # first: it may need more memory, and the other output takes some
@@ -303,10 +297,8 @@ def draws_again(device: torch.device) -> Callable[[], None]:
 def _time_each(
     calls: Sequence[Callable[[], Any]], device: torch.device, captured: bool, host: float
 ) -> tuple[list[tuple[Any, float]], float]:
-    """The output and the seconds of each call; and the host's seconds for all of them, for the next time.
-
-    host: as it was the last time. A CUDA device pauses for twice as long before them, and so works without gaps.
-    """
+    """Each call's output and seconds; and the host's seconds for all of them, to be given as `host` the next time: a
+    CUDA device first pauses for twice as long, and then works without gaps."""
     if device.type != "cuda":
         return [_time(call, device) for call in calls], 0.0
     outs, seconds = [], []

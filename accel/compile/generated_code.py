@@ -87,10 +87,8 @@ def load_entry(entry: Any) -> Callable:
 
 
 class LoadedCode:
-    """Loads and calls one graph's generated code, in place of torch's classes for this.
-
-    Those import the compiler, to ask whether tests or a debugger want to see the code or the call: 0.7 s.
-    """
+    """Loads and calls one graph's generated code, as torch's classes do, but without the compiler: they import it to
+    ask whether tests or a debugger want to see the code or the call, which takes 0.7 s."""
 
     def __init__(self, graph: Any):
         self._graph = graph

@@ -85,10 +85,8 @@ def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> None
 
 
 def embed_built_kernels(source: str, module: types.ModuleType) -> str:
-    """The generated source with each C++ kernel replaced by the library that `module`, its execution here, loaded.
-
-    A kernel stays source where its library is not found, or has a suffix that Python does not load.
-    """
+    """The generated source with the libraries that `module`, its execution here, has loaded, in place of the C++
+    kernels. A kernel stays source where its library is not found, or has a suffix that Python does not load."""
     lines = source.encode().splitlines(keepends=True)
     replaced = False
     for statement in reversed(ast.parse(source).body):

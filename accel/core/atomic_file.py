@@ -35,10 +35,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """(file, path) of an empty file with a unique name, deleted afterwards unless it was renamed.
-
-    Close the file before renaming it: Windows renames no open files.
-    """
+    """(file, path) of an empty file with a unique name, deleted afterwards unless it was renamed. Close it before you
+    rename it: Windows renames no open files."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{secrets.token_hex(8)}{UNFINISHED}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -51,10 +49,8 @@ def new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """The file, open for reading.
-
-    Raises OSError: it is not a regular file, and a pipe might never end; FileNotFoundError where there is none.
-    """
+    """The file, open for reading. Raises OSError: it is no regular file, and a pipe might never end; FileNotFoundError
+    without one."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
     return open(path, "rb")

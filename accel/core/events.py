@@ -16,10 +16,8 @@ _listeners: tuple[Listener, ...] = ()
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Call `listener(name, data)` for every event from now on; returns a function that unsubscribes it.
-
-    Listeners run on the emitting thread, often inside a sampling step, so they must be quick.
-    """
+    """Call `listener(name, data)` for every event until the returned function is called. Listeners run on the emitting
+    thread, often inside a sampling step, so they must be quick."""
     global _listeners
     with _lock:
         _listeners = (*_listeners, listener)

@@ -35,10 +35,8 @@ class Fallbacks:
         self._calls: dict[tuple[str, str], tuple[Reason, int]] = {}
 
     def note(self, block: str, reason: Reason, how: str = "uncompiled", calls: int = 1) -> None:
-        """Count calls of a block that ran eagerly; the first of each reason is logged with `how` the block ran.
-
-        A reason that holds for all blocks is logged once, not for each of them.
-        """
+        """Count calls of a block that ran eagerly, and log the first of each reason with `how` the block ran. A reason
+        that holds for all blocks is logged once."""
         key = _key(block, reason)
         with self._lock:
             if key in self._calls:

@@ -6,11 +6,8 @@ import torch
 
 
 class HostCopy:
-    """A small tensor on its way to the host. From a CUDA device it is copied beside the device's work; elsewhere
-    reading it is as `tensor.cpu()`.
-
-    is_later: whether the host would wait for the device if it read it at once.
-    """
+    """A small tensor on its way to the host, from a CUDA device beside the device's work. is_later: whether the host
+    would wait for the device if it read it at once."""
 
     def __init__(self, tensor: torch.Tensor):
         self.is_later = tensor.is_cuda

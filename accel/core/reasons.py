@@ -18,10 +18,8 @@ current_transform = torch_internals.TRANSFORM.get(lambda: None)
 
 @dataclass(frozen=True, init=False)
 class Reason:
-    """A code of `SENTENCES` with the fields of its sentence. Equal reasons have equal codes and fields.
-
-    Fields are text, numbers, or another reason. Free text, such as another library's message, is only ever a field.
-    """
+    """A code of `SENTENCES` with the fields of its sentence, equal where both are equal. Fields are text, numbers, or
+    another reason. Free text, such as another library's message, is only ever a field."""
 
     code: str
     fields: tuple[tuple[str, str | int | Reason], ...]

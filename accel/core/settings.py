@@ -52,10 +52,8 @@ class Settings:
 
 
 def read(home: Path) -> Settings:
-    """The settings of a home; the defaults where there is no file, and for what it does not name.
-
-    Raises OSError: a file cannot be read or understood. A guess instead could fill a disk that was to be spared.
-    """
+    """The settings of a home; the defaults where there is no file, and for what it does not name. Raises OSError: a
+    file cannot be read or understood; a guess could fill a disk that was to be spared."""
     file, known = home / NAME, {field.name for field in fields(Settings)}
     try:
         with open_file(file) as settings:

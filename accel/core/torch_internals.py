@@ -37,11 +37,8 @@ class Lacking(ImportError):
 
 @dataclass(frozen=True)
 class Internal:
-    """A private name of torch.
-
-    module, name: where it is; the name may have dots. without: what the engine does where it is missing.
-    since: the first version in which it was seen; all of them were seen in 2.15.
-    """
+    """A private name of torch, which may have dots. without: what the engine does where it is missing. since: the first
+    version in which it was seen; all of them were seen in 2.15."""
 
     module: str
     name: str

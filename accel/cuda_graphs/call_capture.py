@@ -32,11 +32,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class CallCapture:
-    """The capture of one call.
-
-    inner: makes the call. weights: of the model. held: as of `CaptureHost.hold`.
-    constants: from the dry run of this call or of an earlier one of its key.
-    """
+    """The capture of one call, which `inner` makes. weights: the model's. held: as of `CaptureHost.hold`. constants:
+    from the dry run of this call or of an earlier one of its key."""
 
     call: Call
     inner: Callable[..., Any]
@@ -67,12 +64,8 @@ class CallCapture:
         return mode.reason
 
     def capture(self, expected: Sequence[torch.Tensor]) -> CapturedCall:
-        """The captured call, whose first replay gives what is expected.
-
-        expected: what the uncaptured call returned.
-
-        Raises CaptureFailed: the replay differs. What the capturer raises passes through.
-        """
+        """The captured call. Raises CaptureFailed: its first replay is not what the uncaptured call returned
+        (`expected`). What the capturer raises passes through."""
         capturer = self.pool.capturer
         with capturer.lock:
             self.pool.begin()

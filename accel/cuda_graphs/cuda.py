@@ -74,10 +74,8 @@ class BallastedPool:
 
 
 def idle_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[int]:
-    """Bytes of each idle block that a request of its size would get, the largest first.
-
-    segments: of one pool, from `torch.cuda.memory_snapshot`.
-    """
+    """Bytes of each idle block that a request of its size would get, the largest first. segments: of one pool, as
+    `torch.cuda.memory_snapshot` gives them."""
     return sorted(
         (
             block["size"]
@@ -91,10 +89,8 @@ def idle_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[int]
 
 
 class CudaGraph:
-    """The work of one call. Its memory is free once nobody holds the graph nor what the call returned.
-
-    pool: referenced so that it lasts as long as its last graph. nbytes: by how much the capture has grown it.
-    """
+    """The work of one call. Its memory is free once nobody holds the graph or what the call returned. pool: kept alive
+    by its graphs. nbytes: by how much the capture has grown it."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: BallastedPool, nbytes: int):
         self._graph, self._pool = graph, pool
@@ -141,8 +137,8 @@ class CudaCapturer:
         return torch.cuda.mem_get_info(device)[0] >= idle + LEAST_FREE
 
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
-        """The result of the call, made where captures are: it loads and selects kernels and makes handles, none of
-        which may happen during a capture."""
+        """The result of the call, made on the stream of captures: it loads kernels and makes handles, which no capture
+        may."""
         _require_memory(device)
         here, aside = torch.cuda.current_stream(device), self._stream(device)
         aside.wait_stream(here)
@@ -153,10 +149,8 @@ class CudaCapturer:
             here.wait_stream(aside)
 
     def capture(self, device: torch.device, call: Callable[[], Any]) -> tuple[CudaGraph, Any]:
-        """The captured graph, and what the call returned, whose values are not computed yet.
-
-        Whatever it raises, the device is as before, and nothing is kept.
-        """
+        """The captured graph, and what the call returned, whose values are not computed yet. Whatever it raises, the
+        device is as before, and nothing is kept."""
         here, aside = torch.cuda.current_stream(device), self._stream(device)
         pool = self._pools.get(device)
         if pool is None:
@@ -219,10 +213,8 @@ class CudaCapturer:
 
 
 def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
-    """What the call returns, made inside `capture`; where leaving `capture` raises too, the call's own exception.
-
-    Ending an invalidated capture fails as well. What invalidated it says more, and may be the user's interrupt.
-    """
+    """What the call returns, made inside `capture`. Where leaving `capture` raises too, the call's own exception is
+    raised: it says what invalidated the capture, and may be the user's interrupt."""
     cause = None
     try:
         with capture:

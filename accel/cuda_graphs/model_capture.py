@@ -55,10 +55,8 @@ class _Progress:
 
 
 class ModelCapture:
-    """Makes the calls of one model during one run, on one thread at a time.
-
-    blocks: the stand-ins of its blocks, in place while it runs; made, like this, at the run's first call, for it alone.
-    """
+    """Makes the calls of one model during one run, on one thread at a time. blocks: the stand-ins of its blocks, in
+    place while it runs. Both are made at the run's first call, for that run alone."""
 
     def __init__(
         self,
@@ -134,10 +132,8 @@ class ModelCapture:
     # Conditions, in the order that `conditions` has
 
     def _capturable(self, args: tuple, kwargs: dict[str, Any]) -> Call | None:
-        """The call, if it may be captured or replayed; all weights are held then. None: none like it is in this run.
-
-        Raises RunEagerly and UnsupportedArgument: why it may not.
-        """
+        """The call with all weights held, if it may be captured or replayed; None where no call of its key is in this
+        run. Raises RunEagerly and UnsupportedArgument: why it may not."""
         _require(self._off or self._host.why_not())
         found = None if torch.is_grad_enabled() else self._calls.match(args, kwargs)
         variant, _, inputs = found or self._describe(args, kwargs)

@@ -43,10 +43,8 @@ class CaptureHost:
 
 
 class ModelGuard:
-    """Notices during one run that the model is no longer the one whose calls were captured.
-
-    weights: the snapshot taken last; None before the first, and once the model has changed.
-    """
+    """Notices during one run that the model is no longer the one whose calls were captured. weights: the newest
+    snapshot; None before the first, and once the model has changed."""
 
     def __init__(self, model: torch.nn.Module, host: CaptureHost):
         self._model = weakref.ref(model)
@@ -60,10 +58,8 @@ class ModelGuard:
         return self.weights is not None and self._host.token() == self._token and self.weights.seems_current()
 
     def is_current(self, outline: int) -> bool:
-        """Whether the model is unchanged; some tenths of a millisecond. If not, a new snapshot is due.
-
-        outline: `WeightSnapshot.outline` as it must be.
-        """
+        """Whether the model is unchanged and its weights have this `WeightSnapshot.outline`; some tenths of a
+        millisecond. If not, a new snapshot is due."""
         if self.weights.is_current() and self.weights.outline() == outline and self._host.unchanged():
             return True
         self.weights = None

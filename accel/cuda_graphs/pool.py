@@ -134,10 +134,7 @@ class CapturedCall:
 
 
 class CapturePool:
-    """The captured calls of a capturer that are alive, and their memory. Threads may share it.
-
-    capturer: has one pool, and a process has one capturer.
-    """
+    """The living captured calls of the process' one capturer, and their memory. Threads may share it."""
 
     def __init__(self, capturer: CudaCapturer):
         self.capturer = capturer

@@ -28,11 +28,8 @@ _thread_time = time.perf_counter if sys.platform == "win32" else time.thread_tim
 
 
 class CallTime:
-    """Times one call on a CUDA device, from here to `stop`.
-
-    pause: seconds that the device waits first, so that it then works without waiting for Python.
-    thread, wall: seconds that Python took, of the processor and by the clock.
-    """
+    """Times one call on a CUDA device, from its creation to `stop`. pause: seconds that the device waits first, to work
+    without gaps then. thread, wall: seconds that Python took, of the processor and by the clock."""
 
     def __init__(self, device: torch.device, pause: float = 0.0):
         if pause and (sleep := SLEEP.get(None)) is not None:

@@ -64,10 +64,8 @@ class Host:
 def survey_model(
     model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None = None
 ) -> Survey:
-    """The survey of the model's blocks as they are now; emits "survey", and notes what is left uncompiled.
-
-    surveys: of earlier runs, one of which may still hold.
-    """
+    """The survey of the model's blocks as they are now, or one of earlier runs (`surveys`) that still holds; emits
+    "survey", and notes what is left uncompiled."""
     started, name = time.perf_counter(), type(model).__name__
     found = _survey(model, settings, host, surveys)
     if not found.regions and not found.left_eager:
@@ -107,10 +105,8 @@ def make_compiled_layers(
     lease: Lease | None = None,
     surveys: KeptSurveys | None = None,
 ) -> dict[torch.nn.Module, Layer]:
-    """A stand-in for every block found, and a layer around the model that tells them of its calls.
-
-    lease: of the run; its graphs stay in the cache while it lasts.
-    """
+    """A stand-in for every block found, and a layer around the model that tells them of its calls. lease: of the run,
+    which keeps its graphs in the cache."""
 
     def make(region: Region, of: Survey, outside: Outside = nullcontext) -> BlockRunner:
         try:

@@ -98,10 +98,8 @@ class CurrentCode:
         return changed is not None and not changed.is_current()
 
     def compare(self, block: torch.nn.Module, again: bool) -> None:
-        """Before a block's call: see to it that blocks run what is right for the code as it stands.
-
-        again: the block was called in this pass already, so that another one begins.
-        """
+        """Have the blocks run what is right for the code as it stands, before a block's call. again: the block was
+        called in this pass already, so that another one begins."""
         begins, now = self._begins or again, self._now
         if begins:  # the first survey comes first: one that ended at what it could not read holds everywhere
             holds = now is self._first and now.survey.stands

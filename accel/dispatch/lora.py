@@ -27,10 +27,8 @@ Added = Sequence[tuple[int, int | None, Sequence[LowRank]]]
 
 
 class AddedWeights:
-    """Reads the wrappers in one block, and finds them again when its submodules have been replaced.
-
-    names: of the block's weights, without its wrappers, in the order in which its graphs take them.
-    """
+    """Reads the wrappers in one block, and finds them again when its submodules have been replaced. names: of the
+    block's weights, without its wrappers, in the order in which its graphs take them."""
 
     def __init__(self, block: torch.nn.Module, names: Sequence[str], wraps: Wraps):
         index: Any = {name: at for at, name in enumerate(names)}
@@ -46,10 +44,8 @@ class AddedWeights:
         self._refusal: Reason | None = None
 
     def read(self) -> Added:
-        """What is added in this call.
-
-        Raises RunEagerly: a wrapper does more than add to weights, or the block was changed in another way.
-        """
+        """What is added in this call. Raises RunEagerly: a wrapper does more, or the block was changed in another
+        way."""
         children = [modules.get(name) for _, modules, name in self._places]
         if children != self._children:
             wrapped: dict[torch.nn.Module, torch.nn.Module] = {}
@@ -74,10 +70,8 @@ class AddedWeights:
     def _why_not(
         self, children: Sequence[torch.nn.Module | None], wrapped: dict[torch.nn.Module, torch.nn.Module]
     ) -> Reason | None:
-        """Why nothing can be added to the block's weights as it is now; None where it can.
-
-        wrapped: gets the wrapped layers, with their wrappers.
-        """
+        """Why nothing can be added to the block's weights as it is now; None where it can. wrapped: gets the wrapped
+        layers, each with its wrapper."""
         bare: set[torch.nn.Module] = set()
         for (parent, _, name), layer, child in zip(self._places, self._layers, children, strict=True):
             if child is None or wrapped_layers.find_shown_part(child, self._wraps) is not layer:
@@ -101,10 +95,8 @@ class AddedWeights:
 
 
 def add_updates(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.Tensor]:
-    """The weights plus what is added to them, with the same shapes, dtypes, devices and layouts.
-
-    Raises RunEagerly: it does not fit them, or there is too little memory.
-    """
+    """The weights plus what is added to them, of the same shapes, dtypes, devices and layouts. Raises RunEagerly: it
+    does not fit them, or memory is short."""
     if not added:
         return weights
     made = list(weights)

@@ -118,10 +118,8 @@ class GraphResolver:
         self._cache, self._interrupts = run.cache, run.interrupts
 
     def resolve(self, call: Call, observer: BlockObserver | None, may_wait: bool = False) -> ResolvedGraph | None:
-        """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph and CodePending.
-
-        may_wait: the call waits for its graph's code, wherever that is made.
-        """
+        """The graph for a call; None, with a note, where it has to run eagerly. may_wait: the call waits for its
+        graph's code, wherever that is made. Raises NoGraph and CodePending."""
         name, region, is_beside = call.kind.name, self._region, self._run.settings.beside and not may_wait
         device = find_other_device(call.weights, call.inputs)
         if device is not None:
@@ -292,10 +290,8 @@ def tables_restored(packages: Collection[str], foreign: Callable[[Any], bool]) -
 
 @contextmanager
 def _clean_type_tables(tracing: Tracing, packages: Collection[str]) -> Iterator[None]:
-    """Take out of the tables of quantised weight classes what their code puts there while torch traces it.
-
-    packages: of these classes.
-    """
+    """A context that leaves nothing of a trace in the tables of quantised weights' classes, which are of these
+    packages."""
     fake = torch_internals.FAKE_TENSOR.get(None)
     restored = tables_restored(packages, lambda value: type(value) is fake) if packages and fake else nullcontext()
     # A trace at a larger size may meet errors, which torch would log.

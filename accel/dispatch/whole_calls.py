@@ -107,11 +107,7 @@ class WholeCalls:
     def _learn(self, known: _Known, used: _StandIns, time: CallTime | None) -> None:
         """What a call says of others like it. time: of the call, where it was timed."""
         if used is self._all:
-            known.left, known.called, known.looks = (
-                self._find_uncompiled(),
-                self._find_called(),
-                known.looks + 1,
-            )
+            known.left, known.called, known.looks = (self._find_uncompiled(), self._find_called(), known.looks + 1)
         elif time is not None:
             expected = used.ends | (known.called - used.left.keys())
             if (
@@ -178,10 +174,8 @@ class _Known:
 
 
 class _StandIns:
-    """What is in place in calls.
-
-    left: blocks that have no stand-in. is_bare: they are all that such calls call. passes: calls of the first of them.
-    """
+    """What is in place in calls, but for the blocks in `left`. is_bare: these are all that such calls call. passes:
+    calls of the first of them."""
 
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Mapping, code: CurrentCode | None, is_bare: bool):
         self.left, self.is_bare, self.passes, self._code = left, is_bare, 0, code

@@ -31,7 +31,7 @@ _NO_STATE = ("_thread", "ctypes", "logging", "threading", "typing")
 """Modules of types whose objects no result depends on: locks, libraries, loggers, parts of annotations."""
 
 _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
-    *("__annotate__", "__annotate_func__"),
+    *("__annotate__", "__annotate_func__")
 }
 """Construction, printing, annotations (functions from Python 3.14): calling a module runs none, and no `state_dict`."""
 
@@ -55,10 +55,8 @@ KEPT_NAMES = "__slotnames__"
 
 
 class CodeReferences(References):
-    """What descriptions of values leave to be looked up: functions and classes, sources, and opaque objects.
-
-    Its notes are the reader's.
-    """
+    """What descriptions of values leave to be looked up: functions and classes, sources, and opaque objects; its notes
+    are the reader's."""
 
     def __init__(self, reader: Any):
         super().__init__(reader, reader.notes)
@@ -135,10 +133,8 @@ class CodeReferences(References):
         return [self.describe_state(owner, [function.__code__])]
 
     def describe_part(self, value: Any, name: str, codes: Sequence[types.CodeType]) -> Any:
-        """A description of what a variable or attribute holds that these codes have by its name.
-
-        Of an object it is what they read of it by name; all of it where they may pass it on.
-        """
+        """A description of what these codes have in a variable or attribute of this name; of an object what they read
+        of it by name, and all of it where they may pass it on."""
         if not has_named_state(value) or id(value) in self.open or len(self.open) >= MAX_DEPTH:
             described = self.describe(value)
             is_table = described is None and isinstance(value, CONTAINERS)
@@ -243,10 +239,8 @@ def methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str,
 def find_codes_run_by(
     modules: Iterable[torch.nn.Module], others: Iterable[torch.nn.Module] = ()
 ) -> frozenset[types.CodeType]:
-    """The code that calls of these modules may run, where names, cells and attributes lead to it; but libraries'.
-
-    others: of which they may call methods by name.
-    """
+    """The code, but libraries', that calls of these modules may run, where names, cells and attributes lead to it.
+    others: modules of which they may call methods by name."""
     waiting: list[Any] = [value for module in modules for value in (type(module), *vars(module).values())]
     seen: dict[int, types.FunctionType] = {}
     methods: dict[str, list[types.FunctionType]] = {}

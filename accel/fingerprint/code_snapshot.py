@@ -35,10 +35,8 @@ _SETTERS, _SET = ("set_", "enable_", "use_", "allow_"), (torch, torch.backends.c
 
 
 class CodeNotes:
-    """Where somebody looked for code, and for the values that it reads.
-
-    Namespaces are dicts (`vars` of modules and objects) and classes. What is noted twice counts once.
-    """
+    """Where somebody looked for code, and for the values that it reads. Namespaces are dicts (`vars` of modules and
+    objects) and classes."""
 
     def __init__(self) -> None:
         self._named: dict[tuple[int, Any], tuple[Any, Any]] = {}
@@ -170,10 +168,8 @@ class CodeNotes:
 
 
 class CodeSnapshot:
-    """What stood at the places that `CodeNotes` has.
-
-    asked: (how answers are compared, what is asked, of which things). containers: those of which the items count.
-    """
+    """What stood at the places that `CodeNotes` has. asked: how answers are compared, what is asked, and of which
+    things. containers: those of which the items count."""
 
     def __init__(
         self, asked: Iterable[tuple[Callable, Callable, Sequence[tuple]]], containers: Iterable[dict | list | set]

@@ -56,10 +56,7 @@ def number_of(value: Any) -> int:
 
 
 class References:
-    """The functions and classes that values refer to, collected while the values are described.
-
-    reader: the `CodeReader` that describes their code.
-    """
+    """The functions and classes that values refer to, collected while a `CodeReader` has the values described."""
 
     def __init__(self, reader: Any, notes: CodeNotes | None = None):
         self.reader = reader
@@ -84,11 +81,8 @@ class References:
 
 
 def describe_value(value: Any, references: References) -> Any:
-    """A description of `value` whose repr is complete, except for what the code that it refers to calls.
-
-    references: collects that code, and the classes of objects.
-    Raises Indescribable: naming the type.
-    """
+    """A description of `value` whose repr is complete, but for the code and the classes of objects that it refers to,
+    which go to `references`. Raises Indescribable, naming the type."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, enum.Enum):
@@ -182,10 +176,8 @@ def is_torchs(name: str) -> bool:
 
 
 def attribute(module: torch.nn.Module, path: str, name: str, references: References) -> Attribute:
-    """One of the module's settings; path: of the module in its block, "" for the block itself.
-
-    Raises Indescribable: with the path of what cannot be described.
-    """
+    """One of the settings of a module at this path in its block ("" for the block itself). Raises Indescribable, with
+    the path of what cannot be described."""
     try:
         described = repr(describe_value(module.__dict__[name], references))
     except Indescribable as reason:

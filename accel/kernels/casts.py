@@ -21,10 +21,8 @@ _TYPE = torch.float8_e4m3fn
 
 @contextmanager
 def unknown_casts_left(device: torch.device) -> Iterator[None]:
-    """A context in which inductor leaves casts to torch that Triton does not have for this device.
-
-    Where a pass of somebody else's has that place, nothing changes.
-    """
+    """A context in which inductor leaves casts to torch that Triton does not have for this device. Where a pass of
+    somebody else's has that place, nothing changes."""
     if not lacks_e4m3(device) or torch_internals.GRAPH_PASS.get(None) is None:
         yield
         return

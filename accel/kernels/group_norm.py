@@ -23,10 +23,8 @@ _defining = threading.Lock()
 
 
 def define() -> None:
-    """Register the operator `accel::group_norm`, once in the process.
-
-    Inductor sees the kernels inside, so that they are in a saved graph, compiled.
-    """
+    """Register the operator `accel::group_norm`, once in the process; inductor sees the kernels inside, so that they
+    are in a saved graph, compiled."""
     with _defining:
         if not hasattr(torch.ops.accel, "group_norm"):
             triton_op("accel::group_norm", group_norm, mutates_args=())
@@ -142,10 +140,8 @@ def group_norm(
     by_channel: torch.Tensor | None = None,
     by_image: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`silu(group_norm(x + by_channel + by_image))`.
-
-    x: [B, C, ...], contiguous. weight, bias, by_channel: [C]. by_image: [B, C]. silu: False leaves it out.
-    """
+    """`silu(group_norm(x + by_channel + by_image))`, without `silu` where that is False. x: [B, C, ...], contiguous.
+    weight, bias, by_channel: [C]. by_image: [B, C]."""
     plane, members, parts = _plane(x), x.shape[1] // groups, _parts(x)
     rows = x.shape[0] * groups
     # Of one dimension: a size of 1 among several makes torch ask for their order.

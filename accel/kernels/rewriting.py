@@ -37,10 +37,8 @@ _IN_PLACE = {
 
 @contextmanager
 def rewrite_graphs(device: str | None) -> Iterator[None]:
-    """A context in which inductor rewrites graphs before it compiles them. device: the type of the device they run on.
-
-    Where this torch lacks what that takes, or a pass of somebody else's has that place, nothing changes.
-    """
+    """A context in which inductor rewrites graphs before it compiles them for this type of device. Where this torch
+    lacks what that takes, or a pass of somebody else's has that place, nothing changes."""
     lacks = torch_internals.find_missing(torch_internals.REWRITING) is not None
     if device != DEVICE or lacks or toolchain.triton_version() is None:
         yield

@@ -88,11 +88,8 @@ def _narrow(kernel: Any) -> frozenset[str]:
 
 
 class _Divisions(ast.NodeTransformer):
-    """Replaces divisions of an index by a size.
-
-    A constant factor of the size is divided by as before: from that the compiler learns which neighbours share the
-    quotient, and so reads 128 bits at a time.
-    """
+    """Replaces divisions of an index by a size. A constant factor of the size is divided by as before: from that the
+    compiler learns which neighbours share the quotient, and so reads 128 bits at a time."""
 
     def __init__(self, kernel: Any, known: Any, sizes: Mapping[str, Any]) -> None:
         self.kernel, self.known, self.sizes, self.divides = kernel, known, sizes, False
@@ -136,10 +133,8 @@ def _is_index(node: ast.AST) -> bool:
 
 
 def fix_sizes(shape_env: Any, sizes: Iterable[Any]) -> None:
-    """Fix those of a trace's sizes that its guards equate with a number, or have divide one, as heads divide channels.
-
-    Images come in any size, so these are the model's. Torch fixes few of them, and kernels divide by the others.
-    """
+    """Fix those of a trace's sizes that its guards equate with a number, or have divide one, as heads divide channels:
+    images come in any size, so these are the model's. Torch fixes few of them, and kernels divide by the others."""
     modulo, division = torch_internals.MODULO.get(()), torch_internals.FLOOR_DIVISION.get(())
     open_ones = {size.node.expr: size for size in sizes if not isinstance(size, int)}
     for guard in list(shape_env.guards):
@@ -158,10 +153,8 @@ def fix_sizes(shape_env: Any, sizes: Iterable[Any]) -> None:
 
 
 def multiplies_sizes(body: str) -> bool:
-    """Whether a kernel's code multiplies a size elsewhere than in an address, where a product that overflows does harm.
-
-    body: statements in Triton's language, of which sizes are the names that begin with "ks".
-    """
+    """Whether a kernel's code (`body`, in Triton's language) multiplies a size, whose name begins with "ks", elsewhere
+    than in an address, where a product that overflows does harm."""
     return _multiplies(ast.parse(textwrap.dedent(body)), in_address=False)
 
 

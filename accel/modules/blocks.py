@@ -76,10 +76,8 @@ def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_compiled_itself(module: torch.nn.Module) -> bool:
-    """Whether somebody else has compiled the module as a whole.
-
-    Truthiness matters: what our hosts put where torch keeps a module's compiled call is false.
-    """
+    """Whether somebody else has compiled the module as a whole. What our hosts put where torch keeps a module's
+    compiled call is false."""
     return bool("_orig_mod" in module._modules or module._compiled_call_impl)
 
 

@@ -21,10 +21,8 @@ _SIGNATURE = "(Tensor[] given, Tensor[] like, str finder, str place, str how, Sy
 
 
 class Callee(NamedTuple):
-    """What is called. is_others: it is another program's.
-
-    odd: the exception for a result that is not what the graph has a place for, from words that say so.
-    """
+    """What is called. is_others: it is another program's. odd: makes, of a message, the exception for a result that is
+    not what the graph has a place for."""
 
     function: Callable[..., Any]
     is_others: bool
@@ -36,10 +34,8 @@ FINDERS: dict[str, Callable[[str], Callee]] = {}
 
 
 class Options(NamedTuple):
-    """A dict among the named arguments that a host looks up in each call, as far as the block has not changed it.
-
-    left_out: what is the call's alone. of_call: the dict, given the plain values that the block has there.
-    """
+    """A named argument's dict that a host looks up in each call, as far as the block has not changed it. left_out: keys
+    that are the call's alone. of_call: gives the dict, for the plain values that the block has there."""
 
     left_out: Sequence[str]
     of_call: Callable[[dict], dict]
@@ -57,10 +53,8 @@ def define_operator() -> None:
 def call_host(
     finder: str, place: str, args: tuple, kwargs: dict, like: Sequence[torch.Tensor], size: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
-    """In code that is traced: what is at the place is called with these arguments when the graph runs.
-
-    like: for each tensor that it gives, one of the same type. size: of them; None for those of `like`.
-    """
+    """The tensors that the callee at the place gives for these arguments, when the graph runs; for code that is traced.
+    like: a tensor of the same type for each of them. size: of them; None for those of `like`."""
     given: list[torch.Tensor] = []
     options = {
         name: {key: item for key, item in kwargs[name].items() if key not in of.left_out}

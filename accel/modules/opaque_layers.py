@@ -97,10 +97,8 @@ class OpaqueLayers:
         self._of = weakref.WeakKeyDictionary()
 
     def linear(self, layer: torch.nn.Module, is_wrapped: bool = False) -> OpaqueLayer | None:
-        """What stands for the layer; None where it can be traced, or is no linear layer.
-
-        is_wrapped: something around the layer adds to its result, which can be traced on plain weights alone.
-        """
+        """What stands for the layer; None where it can be traced, or is no linear layer. is_wrapped: something around
+        it adds to its result, which can be traced on plain weights alone."""
         weight = layer._parameters.get("weight")
         if weight is None or type(weight) in PLAIN_TENSORS or not isinstance(layer, torch.nn.Linear):
             return None
@@ -111,11 +109,7 @@ class OpaqueLayers:
         return stand_in if is_opaque or is_wrapped else None
 
     def any(
-        self,
-        layer: torch.nn.Module,
-        features: int | None = None,
-        is_others: bool = False,
-        like: tuple[str, ...] = (),
+        self, layer: torch.nn.Module, features: int | None = None, is_others: bool = False, like: tuple[str, ...] = ()
     ) -> OpaqueLayer:
         """What stands for a part. features, is_others, like: as of `OpaqueLayer`."""
         if layer not in self._of:

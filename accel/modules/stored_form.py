@@ -34,10 +34,8 @@ class Opaque(TypeError):
 
 
 class Adds(Protocol):
-    """A host's knowledge of an attribute that says what is added to a weight at each use.
-
-    classes: whose code reads what `attribute` gives, besides the layer's own.
-    """
+    """A host's knowledge of an attribute that says what is added to a weight at each use. classes: whose code reads
+    what `attribute` gives, besides the layer's own."""
 
     classes: frozenset[type]
 
@@ -109,10 +107,7 @@ def is_data(cls: type[torch.Tensor]) -> bool:
 
 
 def form_of(tensor: torch.Tensor) -> StoredForm | None:
-    """The tensor's form; None for a plain tensor.
-
-    Raises Opaque.
-    """
+    """The tensor's form; None for a plain tensor. Raises Opaque."""
     cls = type(tensor)
     if cls in PLAIN_TENSORS:
         return None
@@ -147,10 +142,8 @@ def _runs_no_operators(cls: type[torch.Tensor]) -> bool:
 
 
 def _attributes(tensor: torch.Tensor) -> tuple[dict[str, Any], str | None]:
-    """The attributes that a tensor has beside its data, and the name of one that says what is added to it.
-
-    Raises Opaque: one is more than plain values.
-    """
+    """The attributes that a tensor has beside its data, and the name of one that says what is added to it. Raises
+    Opaque: one is more than plain values."""
     attributes, added = vars(tensor), None
     for name, value in attributes.items():
         if name in ADDS and value:
@@ -171,12 +164,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def plain(weights: Sequence[torch.Tensor], forms: Forms, with_factors: bool = True) -> list[torch.Tensor]:
-    """The plain tensors that the weights are made of, as a graph takes them.
-
-    with_factors: with what is added to them, which is computed for each call.
-
-    Raises RunEagerly: one is stored in another form than this.
-    """
+    """The plain tensors that the weights are made of, as a graph takes them. with_factors: with what is added to them,
+    computed for each call. Raises RunEagerly: one is stored in another form than this."""
     if not forms:
         return list(weights)
     tensors: list[torch.Tensor] = []
@@ -241,10 +230,8 @@ def _restore_weight(form: StoredForm | None, tensors: Sequence[torch.Tensor], at
 
 
 class PlainTensorView:
-    """Inside a graph: a tensor of a class derived from a weight's, around its data.
-
-    Operators run on the data. As in eager mode, functions of torch give tensors of the class for such ones.
-    """
+    """A tensor of a class derived from a weight's, around its data, inside a graph. Operators run on the data;
+    functions of torch give tensors of the class, as in eager mode."""
 
     @classmethod
     def make(cls, data: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:

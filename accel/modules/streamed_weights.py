@@ -37,10 +37,8 @@ class WeightSource(Protocol):
 
 @contextmanager
 def weights_taken(source: WeightSource, inner: Callable) -> Iterator[Callable]:
-    """A context for one call of a block, at whose end its weights are released.
-
-    It gives the block's own forward, which releases them first: eager, the block brings them layer by layer.
-    """
+    """A context for one call of a block, which releases its weights at the end. It gives the block's own forward, which
+    releases them first: run eagerly, the block brings them layer by layer."""
 
     def call_and_release(*args: Any, **kwargs: Any) -> Any:
         source.release()

@@ -163,10 +163,7 @@ def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
 
 
 class Substitution:
-    """`substitute` for the same layers at one call after another: what it needs is made once.
-
-    thread: as of `_Item`.
-    """
+    """`substitute` for the same layers in one call after another, made once. thread: as of `_Item`."""
 
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], order: Order, thread: int | None = None):
         self._layers, self._order, self._thread = list(layers.items()), order, thread
@@ -210,9 +207,7 @@ class Substitution:
         self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[Any, Forward]]
     ) -> None:
         """Leave the forwards that are there without our layers, where others came before, after or in their place.
-
-        made: by module, where there was a forward: what was put in its place, and that forward.
-        """
+        made: what was put over a forward that was there, and that forward, by the module's index."""
         for at, (place, forward, stand_in) in enumerate(zip(self._places, there, ready, strict=False)):
             put, under = made.get(at, (stand_in, None))
             if type(forward) is not StandIn:  # somebody has put another in its place, which may call it

@@ -34,10 +34,8 @@ class CallSignatures:
         self._signatures: tuple[CallSignature, ...] = ()
 
     def match(self, args: tuple, kwargs: dict[str, Any], captured: bool = False) -> Match | None:
-        """What is known of such a call; None for one like no other.
-
-        captured: as for `CallSignature.add`. Raises what `replace` and `flatten` do.
-        """
+        """What is known of such a call; None for one like no other. captured: as for `CallSignature.add`. Raises what
+        `replace` and `flatten` do."""
         for signature in self._signatures:
             found = signature.match(args, kwargs, captured)
             if found is not None:
@@ -107,10 +105,8 @@ class CallSignature:
         return *latest, given
 
     def add(self, known: Any, guard: InputGuard, tensors: Sequence[torch.Tensor], captured: bool = False) -> None:
-        """Calls with such tensors are matched with this from now on, by the guard, which goes to its `guards`.
-
-        captured: the call is one of those that will be captured; others may be known otherwise.
-        """
+        """Match calls with such tensors with what is known from now on, by the guard, which goes to its `guards`.
+        captured: the call is one of those that will be captured; others may be known otherwise."""
         known.guards[_traits_of(tensors)] = guard
         self._known[layouts_of(tensors), captured] = known
         self._latest[captured] = known, guard

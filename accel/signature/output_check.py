@@ -63,11 +63,7 @@ _PIECES, _SMALLEST_PIECE = 32, 1 << 16
 
 
 def compare_to_rounding(
-    out: Any,
-    expected: Any,
-    inputs: Sequence[torch.Tensor] = (),
-    types: Iterable[torch.dtype] = (),
-    depth: int = 1,
+    out: Any, expected: Any, inputs: Sequence[torch.Tensor] = (), types: Iterable[torch.dtype] = (), depth: int = 1
 ) -> float | None:
     """How many times as much as rounding explains two outputs (tensors, or nested tuples of them) differ.
 
@@ -152,10 +148,8 @@ def _worst(
 
 
 def _ratios(means: torch.Tensor, count: int, tolerance: float) -> torch.Tensor:
-    """How far off slices of so many values are: by their size, or by their slope if that is more.
-
-    means: [3, slices], of d², d · added and added², where both are parts of what is allowed.
-    """
+    """How far off slices of so many values are: by their size, or by their slope if that is more. means: [3, slices],
+    of d², d · added and added², where both are parts of what is allowed."""
     off, common, added = means
     return torch.maximum(off.sqrt(), common.abs() / (tolerance * added + (added / count).sqrt() + LOST))
 

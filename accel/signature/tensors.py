@@ -62,11 +62,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy if it is not dense.
-
-    A graph is made for one layout. Slices and transposed tensors have strides of their own (at a batch of 1,
-    meaningless ones), so each would need another graph.
-    """
+    """The tensor, or a contiguous copy if it is not dense: slices and transposed tensors have strides of their own (at
+    a batch of 1, meaningless ones), and each would need a graph of its own."""
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
@@ -90,10 +87,8 @@ def have_equal_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 def empty_dense_like(
     tensor: torch.Tensor, shape: Sequence[int] | None = None, device: str | None = None
 ) -> torch.Tensor:
-    """An uninitialised tensor in the layout of a dense one, with exactly the strides that the layout implies.
-
-    shape, device: those of the tensor by default.
-    """
+    """An uninitialised tensor in the layout of a dense one, with exactly the strides that the layout implies; the shape
+    and device are the tensor's by default."""
     last = CHANNELS_LAST.get(tensor.ndim)
     return torch.empty(
         tensor.shape if shape is None else shape,
@@ -104,10 +99,8 @@ def empty_dense_like(
 
 
 def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> bool:
-    """Whether one of the changed tensors overlaps another tensor in memory.
-
-    A graph may write its changes at the end, where the block would have read them before.
-    """
+    """Whether one of the changed tensors overlaps another tensor in memory: a graph may write its changes at the end,
+    where the block would have read them before."""
     return overlap(tensors, pairs(changed, [extent(tensor) for tensor in tensors]))
 
 

@@ -44,10 +44,8 @@ def is_in_window(level: float, window: Sequence[float]) -> bool:
 
 
 def angle(sigma: float, is_flow: bool = False) -> float:
-    """The noise level as an angle in radians, from image (0) to noise (pi / 2).
-
-    sigma: the ratio of noise to image; for rectified flow, the share of noise.
-    """
+    """The noise level as an angle in radians, from image (0) to noise (pi / 2). sigma: the ratio of noise to image; for
+    rectified flow, the share of noise."""
     return math.atan2(sigma, 1.0 - sigma if is_flow else 1.0)
 
 

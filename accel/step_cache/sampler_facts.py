@@ -92,10 +92,8 @@ Sample = Callable[[Predict, Noise, torch.Tensor], torch.Tensor]
 
 
 def measure(levels: Sequence[float], is_flow: bool, sample: Sample) -> SamplerFacts:
-    """What a sampler does on a schedule, by running it once without the model and drawing no random number.
-
-    One that needs more of the model than its predictions is taken to add noise.
-    """
+    """What a sampler does on a schedule, found by running it once without the model or random numbers. One that needs
+    more of the model than its predictions is taken to add noise."""
     levels = tuple(levels)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -151,10 +149,8 @@ def _measure(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> Sample
 
 
 def _gains(levels: tuple[float, ...], angles: tuple[float, ...], is_flow: bool, effects: torch.Tensor) -> list[float]:
-    """What the predictions of each step add to the image beyond what the latent carries on by itself, in all.
-
-    effects: [steps + 1, steps]. The latent is scaled so that the image in it has its own size.
-    """
+    """What the predictions of each step add to the image, in all, beyond what the latent carries on by itself. effects:
+    [steps + 1, steps]. The latent is scaled so that the image in it has its own size."""
     scale = [max(1 - level, 1e-3) if is_flow else 1.0 for level in levels]
     image = effects / torch.tensor(scale, dtype=effects.dtype)[:, None]
     kept = torch.tensor([_compute_kept_noise(angles, step) for step in range(len(levels) - 1)], dtype=effects.dtype)
