@@ -7,7 +7,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,9 +41,12 @@ class AheadOfTime:
 
 def compile_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable) -> Any:
     """Torch's compiled function of these tensors, guarded by their sizes alone."""
+    from torch._inductor import config
+
     # What a graph depends on besides sizes is in its key.
     options = {"guard_filter_fn": lambda guards: [guard.guard_type == "SHAPE_ENV" for guard in guards]}
-    with own_noise(), _sources_unread(), torch._dynamo.config.patch(enable_aot_compile=True):
+    own_noise = config.patch(fallback_random=True)  # code draws as the block would: images keep their noise
+    with own_noise, _sources_unread(), torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(function, fullgraph=True, backend=backend, options=options)
         return compiled.aot_compile((tuple(tensors), {}))
 
@@ -62,8 +65,7 @@ def artifact_of(
     """
     check, call = compiled._artifacts.guard_manager.check, compiled.fn
     # Guards ask for the values of the function's free variables by name.
-    names = zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)
-    cells = {name: cell.cell_contents for name, cell in names}
+    cells = {n: c.cell_contents for n, c in zip(call.__code__.co_freevars, call.__closure__ or (), strict=True)}
 
     def guards(tensors: Sequence[torch.Tensor]) -> bool:
         return check({**cells, "tensors": tuple(tensors)})
@@ -73,13 +75,6 @@ def artifact_of(
 
     release = functools.partial(generated_code.release, scope, modules)
     return Artifact(run, guards, nbytes, save, release)
-
-
-def own_noise() -> AbstractContextManager:
-    """A context in which compiled code draws the random numbers that the block would: images keep their noise."""
-    from torch._inductor import config
-
-    return config.patch(fallback_random=True)
 
 
 @contextmanager

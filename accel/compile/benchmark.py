@@ -90,8 +90,7 @@ class Benchmark:
     @property
     def gain(self) -> float | None:
         """Seconds that the graph saves a call; None where too few calls were compared."""
-        times = self.times
-        return None if times is None else times[1] - times[0]
+        return None if (times := self.times) is None else times[1] - times[0]
 
     def ask_again(self) -> bool:
         """Have a graph that was slow a while ago timed anew; whether it will be."""

@@ -132,13 +132,11 @@ class CompiledGraph:
         accepts = self._lets_pass((*weights, *ones))
         if not self.facts.dynamic:
             return accepts
-        twos, threes = (
-            [self._replace_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
-            for size in (2, 3)
-        )
+        inputs_at = list(enumerate(ones, self.facts.weights))
+        twos, threes = ([self._replace_ones(index, tensor, size) for index, tensor in inputs_at] for size in (2, 3))
         sizes = tuple(
             (index, dimension, size)
-            for index, (tensor, larger) in enumerate(zip(ones, twos, strict=True), self.facts.weights)
+            for (index, tensor), larger in zip(inputs_at, twos, strict=True)
             for dimension, size in enumerate(tensor.shape)
             if size != larger.shape[dimension]
         )

@@ -9,16 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..core import torch_internals
 from ..core.events import emit
-from ..core.torch_internals import (
-    CODE_CACHE,
-    GENERATED_CODE,
-    LOADED_CONSTANTS,
-    LOADED_ENTRY,
-    LOADED_KERNELS,
-    PYTHON_WRAPPER,
-    STATIC_LAUNCH,
-)
 
 TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 """The stages of a compilation: a block is traced, its code is generated, and kernels are built from that."""
@@ -30,19 +22,19 @@ BESIDE = "beside"
 @contextmanager
 def building_told() -> Iterator[None]:
     """A context that emits "compile_stage" when inductor begins to build kernels from a graph's code."""
-    generate = GENERATED_CODE.get(None)
+    generate = torch_internals.GENERATED_CODE.get(None)
     if generate is None:
         yield
         return
-    wrapper = PYTHON_WRAPPER.get()
+    wrapper = torch_internals.PYTHON_WRAPPER.get()
 
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         code = generate(self, *args, **kwargs)
         if type(self) is wrapper:  # else of a part of a graph
             emit("compile_stage", stage=BUILD)
         return code
 
-    with GENERATED_CODE.replace(told):
+    with torch_internals.GENERATED_CODE.replace(generate_and_tell):
         yield
 
 
@@ -56,20 +48,18 @@ def own_settings() -> Iterator[None]:
     from torch._inductor import config
 
     changed = {"triton.descriptive_names": False} if sys.platform == "win32" else {}
-    if STATIC_LAUNCH.is_there:
-        changed[STATIC_LAUNCH.name] = True
+    if torch_internals.STATIC_LAUNCH.is_there:
+        changed[torch_internals.STATIC_LAUNCH.name] = True
     with config.patch(changed):
         yield
 
 
 def all_modules() -> list[types.ModuleType]:
-    """All of them; none before anything was compiled or loaded."""
-    if CODE_CACHE.module not in sys.modules:  # importing it takes seconds
+    """All modules of generated code that inductor keeps; none before anything was compiled or loaded."""
+    if torch_internals.CODE_CACHE.module not in sys.modules:  # importing it takes seconds
         return []
-    cache = CODE_CACHE.get(None)
-    if cache is None:
-        return []
-    return [*cache.modules, *getattr(cache, "modules_no_attr", {}).values()]
+    cache = torch_internals.CODE_CACHE.get(None)
+    return [] if cache is None else [*cache.modules, *getattr(cache, "modules_no_attr", {}).values()]
 
 
 @contextmanager
@@ -83,7 +73,7 @@ def collect_modules() -> Iterator[list[types.ModuleType]]:
 def load_entry(entry: Any) -> Callable:
     """What runs a saved graph, given the entry of torch's cache that is saved of it."""
     entry.compiled_fw = LoadedCode(entry.compiled_fw.result)
-    return LOADED_ENTRY.get()(entry)
+    return torch_internals.LOADED_ENTRY.get()(entry)
 
 
 class LoadedCode:
@@ -97,9 +87,9 @@ class LoadedCode:
         return self
 
     def post_compile(self, _: LoadedCode, settings: Any) -> LoadedCode:
-        graph, constants = self._graph, LOADED_CONSTANTS.get()()
+        graph, constants = self._graph, torch_internals.LOADED_CONSTANTS.get()()
         if graph._triton_bundle:
-            LOADED_KERNELS.get()(graph._triton_bundle)
+            torch_internals.LOADED_KERNELS.get()(graph._triton_bundle)
         graph.after_deserialization(constants)
         graph.post_compile([], constants, settings)
         self.current_callable = graph.current_callable
@@ -124,7 +114,7 @@ def release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
     scope.update(dict.fromkeys(scope))  # the names stay: torch deletes some itself, later
     if not modules:
         return
-    cache = CODE_CACHE.get()
+    cache = torch_internals.CODE_CACHE.get()
     gone = set(map(id, modules))
     cache.modules[:] = [module for module in cache.modules if id(module) not in gone]
     without_attributes = getattr(cache, "modules_no_attr", {})

@@ -16,17 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.torch_internals import (
-    ANY_AUTOCAST,
-    AUTOTUNED,
-    DISPATCH_MODES,
-    GENERATED_CALL,
-    GRID,
-    LAUNCHES,
-    LOADED_CODE,
-    STATIC_KERNEL,
-    find_missing,
-)
+from ..core import torch_internals
 from ..signature.argument_guard import items_at
 from .generated_code import LoadedCode
 
@@ -40,14 +30,15 @@ def run_watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int
     run: of a graph that writes to the tensors at `changed` alone. It still serves calls that the profiler watches, and
     calls with gradients, which torch turns off in there.
     """
-    code = getattr(GENERATED_CALL.get(None), "__code__", None)
-    if code is None or sys.getprofile() is not None or ANY_AUTOCAST.get(lambda: True)():
+    code = getattr(torch_internals.GENERATED_CALL.get(None), "__code__", None)
+    if code is None or sys.getprofile() is not None or torch_internals.ANY_AUTOCAST.get(lambda: True)():
         return run(tensors), None
     codes = code, LoadedCode.__call__.__code__
     calls: list[tuple[Callable, list[Any]]] = []
     results: list[Any] = []
     is_nvidia = torch.version.hip is None and any(tensor.is_cuda for tensor in tensors)
-    kernel = STATIC_KERNEL.get().__code__ if is_nvidia and find_missing(LAUNCHES) is None else None
+    is_launched = is_nvidia and torch_internals.find_missing(torch_internals.LAUNCHES) is None
+    kernel = torch_internals.STATIC_KERNEL.get().__code__ if is_launched else None
 
     def watch(frame: Any, event: str, value: Any) -> None:
         if frame.f_code is kernel and event == "c_call" and value.__name__ == "_launch_kernel":
@@ -158,7 +149,7 @@ def _launch_directly(frame: Any, launch: Callable) -> None:
     function still runs. Any exception means that nothing has changed.
     """
     launcher, of_autotuner, kernel = frame.f_back, frame.f_back.f_back, frame.f_locals["self"]
-    autotuner, torchs = of_autotuner.f_locals["self"], AUTOTUNED.get()
+    autotuner, torchs = of_autotuner.f_locals["self"], torch_internals.AUTOTUNED.get()
     (settled,) = autotuner.launchers  # it times several
     is_settled = of_autotuner.f_code is torchs.__code__ and launcher.f_code is settled.__code__
     does_more = type(autotuner).run is not torchs or autotuner.dump_launch_params or autotuner.dump_launch_tensors
@@ -168,11 +159,11 @@ def _launch_directly(frame: Any, launch: Callable) -> None:
     names = settled.__code__.co_varnames[: settled.__code__.co_argcount - 1]  # then comes the stream
     values = [name for at, name in enumerate(kernel.arg_names) if at not in kernel.full_constexprs]
     values += ["None"] * (len(given["args"]) - len(values))  # memory that torch launches no kernel statically with
-    grid = GRID.get()(autotuner.inductor_meta, settled.config)
+    grid = torch_internals.GRID.get()(autotuner.inductor_meta, settled.config)
     parts = {"names": ", ".join(names), "values": ", ".join(values), "prefix": "\n        ".join(grid.prefix)}
-    launched = LOADED_CODE.get()(_LAUNCHER.format(grid=grid, **parts)).launcher
+    launched = torch_internals.LOADED_CODE.get()(_LAUNCHER.format(grid=grid, **parts)).launcher
     constants = kernel.num_warps, kernel.shared, given["arg_tys"]
-    seen_by = torch.autograd.profiler, DISPATCH_MODES.get()
+    seen_by = torch.autograd.profiler, torch_internals.DISPATCH_MODES.get()
     tried = launched(*seen_by, None, lambda *arguments: passed.append(arguments), kernel.function, *constants)
     tried(*[launcher.f_locals[name] for name in names], stream=given["stream"])
     function = given.get("function", kernel.function)  # newer torch may have one for each device

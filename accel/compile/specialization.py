@@ -121,11 +121,10 @@ class Trace:
         them where its own have these sizes."""
         if self.calls != other.calls:
             return False
-        pairs = zip(self._shapes_at(tensors), other._shapes_at(tensors), strict=True)
-        return all(
-            len(one) == len(two) and all(a == b or None in (a, b) for a, b in zip(one, two, strict=True))
-            for one, two in pairs
-        )
+        for one, two in zip(self._shapes_at(tensors), other._shapes_at(tensors), strict=True):
+            if len(one) != len(two) or any(a != b and None not in (a, b) for a, b in zip(one, two, strict=True)):
+                return False
+        return True
 
     def _shapes_at(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[int | None]]:
         """The shapes of what the calls return; None for a size that code has as it runs, whatever it is."""
@@ -139,7 +138,6 @@ class Trace:
         shape_env, self._shape_env = self._shape_env, None  # it is large
         if shape_env is None:
             return ()
-
         return tuple(
             (index, dimension, size)
             for index, tensor in enumerate(tensors)

@@ -10,8 +10,7 @@ class HostCopy:
     would wait for the device if it read it at once."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.is_later = tensor.is_cuda
-        self._tensor = tensor
+        self.is_later, self._tensor = tensor.is_cuda, tensor
         if self.is_later:
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)

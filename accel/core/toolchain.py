@@ -59,8 +59,7 @@ def find_missing(device: str) -> Reason | None:
         libraries = os.path.join(os.path.dirname(headers), "libs")
         for folder, file in ((headers, "Python.h"), (libraries, "python{}{}.lib".format(*sys.version_info))):
             if not os.path.isfile(os.path.join(folder, file)):
-                python = "{}.{}".format(*sys.version_info)
-                return Reason("no_python_headers", folder=folder, file=file, python=python)
+                return Reason("no_python_headers", folder=folder, file=file, python="{}.{}".format(*sys.version_info))
     return None
 
 

@@ -93,9 +93,8 @@ AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable
 AOT_INDUCTOR = Internal("torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", _NOT_SAVED)
 SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", _NOT_SAVED)
 READ_SOURCE = Internal("torch._dynamo.package", "SourceInfo.add_code", "tracing takes longer")
-LOADED_ENTRY = Internal(
-    "torch._functorch._aot_autograd.aot_autograd_result", "deserialize_bundled_cache_entry", _NOT_SAVED
-)
+_RESULT = "torch._functorch._aot_autograd.aot_autograd_result"
+LOADED_ENTRY = Internal(_RESULT, "deserialize_bundled_cache_entry", _NOT_SAVED)
 LOADED_CONSTANTS = Internal("torch._inductor.output_code", "CompiledFxGraphConstants", _NOT_SAVED)
 LOADED_KERNELS = Internal("torch._inductor.triton_bundler", "TritonBundler.read_and_emit", _NOT_SAVED)
 LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", _EAGERLY)
@@ -129,9 +128,8 @@ TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "each call o
 FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", _EAGERLY)
 INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", _NOT_SAVED)
 AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", _NOT_SAVED)
-CODE_CACHE = Internal(
-    "torch._inductor.codecache", "PyCodeCache", "code of dropped graphs stays, and C++ kernels are built again"
-)
+_STAYS = "code of dropped graphs stays, and C++ kernels are built again"
+CODE_CACHE = Internal("torch._inductor.codecache", "PyCodeCache", _STAYS)
 EXTERN_KERNELS = Internal("torch._inductor.select_algorithm", "extern_kernels", "a restart takes a second longer")
 WRITE = Internal("torch._inductor.codecache", "write_atomic", _BUILT_AGAIN)
 CACHE_FOLDER = Internal("torch._inductor.runtime.cache_dir_utils", "cache_dir", _BUILT_AGAIN)
@@ -152,12 +150,8 @@ PYTHON_WRAPPER = Internal(_WRAPPER, "PythonWrapperCodegen", "nobody is told when
 INPUT_ASSERTS = Internal(_WRAPPER, "PythonWrapperCodegen.codegen_input_size_asserts", _CHECKED_AGAIN)
 GENERATED_CODE = Internal(_WRAPPER, "PythonWrapperCodegen.generate", "nobody is told when kernels are built")
 LIBRARY_CALL = Internal(_WRAPPER, "PythonWrapperCodegen.generate_fallback_kernel", "convolutions run Python, slower")
-STATIC_LAUNCH = Internal(
-    "torch._inductor.config",
-    "static_launch_user_defined_triton_kernels",
-    "kernels of our own are launched in Python, slower",
-    since="2.11",
-)
+_OF_OWN = "static_launch_user_defined_triton_kernels"
+STATIC_LAUNCH = Internal("torch._inductor.config", _OF_OWN, "kernels of our own are launched in Python, slower", "2.11")
 
 _AROUND = "what torch puts around generated code runs in each call, slower"
 GENERATED_CALL = Internal("torch._inductor.output_code", "CompiledFxGraph.__call__", _AROUND)
@@ -165,9 +159,8 @@ ANY_AUTOCAST = Internal("torch._C", "_is_any_autocast_enabled", _AROUND)
 _LAUNCHED = "four functions of Python run for each kernel that is launched, slower"
 AUTOTUNED = Internal("torch._inductor.runtime.triton_heuristics", "CachingAutotuner.run", _LAUNCHED)
 GRID = Internal("torch._inductor.runtime.triton_heuristics", "GridExpr.from_meta", _LAUNCHED)
-STATIC_KERNEL = Internal(
-    "torch._inductor.runtime.static_triton_launcher", "StaticallyLaunchedTritonKernel.run", _LAUNCHED, since="2.11"
-)
+_LAUNCHER = "torch._inductor.runtime.static_triton_launcher"
+STATIC_KERNEL = Internal(_LAUNCHER, "StaticallyLaunchedTritonKernel.run", _LAUNCHED, since="2.11")
 DISPATCH_MODES = Internal("torch._C", "_len_torch_dispatch_stack", _LAUNCHED)
 LOADED_CODE = Internal("torch._inductor.codecache", "PyCodeCache.load", _LAUNCHED)
 
@@ -188,9 +181,8 @@ NO_CONTEXT = Internal("torch._subclasses.fake_tensor", "init_gpu_context", _WAIT
 
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", _AS_TRACED)
-GRAPH_PASS = Internal(
-    "torch._inductor.custom_graph_pass", "CustomGraphPass", "fp8 weights are not compiled on older cards"
-)
+_NO_FP8 = "fp8 weights are not compiled on older cards"
+GRAPH_PASS = Internal("torch._inductor.custom_graph_pass", "CustomGraphPass", _NO_FP8)
 PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", _AS_TRACED)
 
 _NOT_HELD = "idle memory of captures is not held"

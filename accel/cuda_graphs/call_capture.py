@@ -88,28 +88,16 @@ class CallCapture:
             self.pool.grow(graph, self.call.device)
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("model_changes"))
-            captured = CapturedCall(
-                key=self.call.key,
-                pool=self.pool,
-                graph=graph,
-                buffers=buffers,
-                loaded=loaded,
-                constants=self.constants,
-                out=out,
-                weights=self.weights,
-                held=self.held,
-                observer=self.observer,
-            )
+            captured = CapturedCall(self, graph, buffers, loaded, out)
             made = tensors_of(captured.run(self.call.tensors))
-            is_even = len(made) == len(expected)
-            depth = len(self.observer.used) + self.observer.eager_calls
-            excess = compare_to_rounding(made, list(expected), depth=max(1, depth)) if is_even else float("inf")
+            has_all = len(made) == len(expected)
+            depth = max(1, len(self.observer.used) + self.observer.eager_calls)
+            excess = compare_to_rounding(made, list(expected), depth=depth) if has_all else float("inf")
         if excess is not None:
             raise CaptureFailed(Reason("replay_differs", times=f"{excess:.1f}"))
         return captured
 
     def _call_on(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The call on these tensors."""
         args, kwargs = tree_spec.rebuild(self.call.key.call, tensors)
         return self.inner(*args, **kwargs)
 

@@ -76,16 +76,14 @@ class BallastedPool:
 def idle_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[int]:
     """Bytes of each idle block that a request of its size would get, the largest first. segments: of one pool, as
     `torch.cuda.memory_snapshot` gives them."""
-    return sorted(
-        (
-            block["size"]
-            for segment in segments
-            if segment["device"] == device and segment["segment_type"] == "large"
-            for block in segment["blocks"]
-            if block["state"] == "inactive" and block["size"] > _SMALL
-        ),
-        reverse=True,
-    )
+    sizes = [
+        block["size"]
+        for segment in segments
+        if segment["device"] == device and segment["segment_type"] == "large"
+        for block in segment["blocks"]
+        if block["state"] == "inactive" and block["size"] > _SMALL
+    ]
+    return sorted(sizes, reverse=True)
 
 
 class CudaGraph:
@@ -93,8 +91,7 @@ class CudaGraph:
     by its graphs. nbytes: by how much the capture has grown it."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: BallastedPool, nbytes: int):
-        self._graph, self._pool = graph, pool
-        self.nbytes = nbytes
+        self._graph, self._pool, self.nbytes = graph, pool, nbytes
 
     def replay(self) -> None:
         """Do the work again, on the same addresses, after everything queued on the current stream."""

@@ -38,18 +38,17 @@ class HostConstants(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         named = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
-        is_on_device = (  # the result, as far as that shows before
-            named[0].type == self._device.type
-            if named
-            else any(tensor.device == self._device for tensor in tensors_in((args, kwargs)))
-        )
-        if self._device.type != "cpu" and is_on_device:
-            args = self._copy_to_device(args, func)
-            kwargs = {name: self._copy_to_device(value, func) for name, value in kwargs.items()}
-            out = func(*args, **kwargs)
-            # Others may write to what `to` returns.
-            return out.clone() if out is args[0] and _plain_name(func) == _TO else out
-        return func(*args, **kwargs)
+        if named:  # the result, as far as that shows before
+            is_on_device = named[0].type == self._device.type
+        else:
+            is_on_device = any(tensor.device == self._device for tensor in tensors_in((args, kwargs)))
+        if self._device.type == "cpu" or not is_on_device:
+            return func(*args, **kwargs)
+        args = self._copy_to_device(args, func)
+        kwargs = {name: self._copy_to_device(value, func) for name, value in kwargs.items()}
+        out = func(*args, **kwargs)
+        # Others may write to what `to` returns.
+        return out.clone() if out is args[0] and _plain_name(func) == _TO else out
 
     def _copy_to_device(self, value: Any, func: Any) -> Any:
         if type(value) in (tuple, list):

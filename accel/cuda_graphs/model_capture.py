@@ -202,8 +202,8 @@ class ModelCapture:
         return captured
 
     def _replay(self, captured: CapturedCall, tensors: Sequence[torch.Tensor]) -> tuple[bool, Any]:
-        """Whether the replay may be used, and its output."""
-        is_shortage = False
+        """Whether the replay may be used, and its output. After one that fails there are no more of this key, or of
+        any in this run where memory is short."""
         try:
             with self._pool.capturer.lock:
                 out = captured.run(tensors)
@@ -218,8 +218,17 @@ class ModelCapture:
             raise
         except Exception as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError)
-            failure = one_line(error)
-        self._mark_failed(captured.key, Reason("capture_failed", error=failure), is_shortage)
+            reason = Reason("capture_failed", error=one_line(error))
+        # Outside the handler, whose exception would keep what was computed.
+        if is_shortage:
+            self._stop(Reason("memory_short", error=reason))
+            self._pool.drop(self._cache)
+            return False, None
+        entry = self._cache.get(captured.key)
+        if entry is not None:
+            entry.mark_failed(reason)
+        self._progress[captured.key].refused = True
+        self._note(reason)
         return False, None
 
     # From the first call of a key to its capture
@@ -314,18 +323,6 @@ class ModelCapture:
             return Reason("reads_option", option=error.args[0])
         except Exception as error:
             return Reason("capture_failed", error=one_line(error))
-
-    def _mark_failed(self, key: CaptureKey, reason: Reason, is_shortage: bool) -> None:
-        """After a failed replay: no more captured calls of this key, or of any in this run where memory is short."""
-        if is_shortage:
-            self._stop(Reason("memory_short", error=reason))
-            self._pool.drop(self._cache)
-            return
-        entry = self._cache.get(key)
-        if entry is not None:
-            entry.mark_failed(reason)
-        self._progress[key].refused = True
-        self._note(reason)
 
     def _stop(self, reason: Reason) -> None:
         """Capture and replay nothing for the rest of the run."""

@@ -27,9 +27,8 @@ from .conditions import CaptureFailed
 if TYPE_CHECKING:
     from ..cache.entry import Lease
     from ..cache.graph_cache import GraphCache
-    from ..dispatch.block_observer import BlockObserver
     from ..modules.snapshot import WeightSnapshot
-    from .capture_key import CaptureKey
+    from .call_capture import CallCapture
     from .cuda import CudaCapturer, CudaGraph
     from .host_constants import HostConstants
 
@@ -55,29 +54,18 @@ class Buffers:
 class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
-    buffers: of its inputs. loaded: of weights that the host loads anew for each run. constants: are read by the graph.
-        out: what it returned. weights: of the model, as captured. held: the streamed weights that must be held for a
-        replay. observer: has the compiled graphs inside, which live as long as this does.
+    buffers: of its inputs. loaded: of weights that the host loads anew for each run. out: what the captured call
+        returned. constants: are read by the graph. held: the streamed weights that must be held for a replay. The
+        compiled graphs inside, which the capture's observer has, live as long as this does.
     """
 
     saved_as: str | None = None
 
-    def __init__(
-        self,
-        key: CaptureKey,
-        pool: CapturePool,
-        graph: CudaGraph,
-        buffers: Buffers,
-        loaded: Buffers,
-        constants: HostConstants,
-        out: Any,
-        weights: WeightSnapshot,
-        held: frozenset,
-        observer: BlockObserver,
-    ):
-        self.key, self._pool, self._buffers, self._loaded, self.held = key, pool, buffers, loaded, held
+    def __init__(self, capture: CallCapture, graph: CudaGraph, buffers: Buffers, loaded: Buffers, out: Any):
+        key, weights, observer = capture.call.key, capture.weights, capture.observer
+        self.key, self._pool, self._buffers, self._loaded, self.held = key, capture.pool, buffers, loaded, capture.held
         self._graph: CudaGraph | None = graph
-        self.constants: HostConstants | None = constants
+        self.constants: HostConstants | None = capture.constants
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
         self.digest, self.outline = weights.digest, weights.outline()

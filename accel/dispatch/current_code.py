@@ -62,9 +62,8 @@ class CurrentCode:
         around, blocks = first.around, {region.block for region in first.regions}
         self._around = [part.__dict__ for part in around]
         self._classes = {type(part) for part in (model, *around)}
-        self._hooks = [
-            hooks for part in (model, *around, *blocks) for hooks in (part._forward_hooks, part._forward_pre_hooks)
-        ]
+        parts = (model, *around, *blocks)
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._modes = torch_internals.FUNCTION_MODES.get(list)
         self._device_mode = torch_internals.DEVICE_MODE.get(None)
         self._begins, self._between, self._holds = True, False, False
@@ -103,10 +102,8 @@ class CurrentCode:
         begins, now = self._begins or again, self._now
         if begins:  # the first survey comes first: one that ended at what it could not read holds everywhere
             holds = now is self._first and now.survey.stands
-        elif self.is_due:
-            holds = now is not None and now.survey.stands_for(block)
         else:
-            holds = False
+            holds = self.is_due and now is not None and now.survey.stands_for(block)
         if any(type(mode) is not self._device_mode for mode in self._modes()):  # a default device changes no graph
             self._put(None, Reason("code_changes"))
         elif not holds:

@@ -107,14 +107,10 @@ class WholeCalls:
     def _learn(self, known: _Known, used: _StandIns, time: CallTime | None) -> None:
         """What a call says of others like it. time: of the call, where it was timed."""
         if used is self._all:
-            known.left, known.called, known.looks = (self._find_uncompiled(), self._find_called(), known.looks + 1)
+            known.left, known.called, known.looks = self._find_uncompiled(), self._find_called(), known.looks + 1
         elif time is not None:
-            expected = used.ends | (known.called - used.left.keys())
-            if (
-                known.left is None
-                or used.asked | self._find_called() != expected
-                or self._find_uncompiled() not in (None, {})
-            ):
+            calls_others = used.asked | self._find_called() != used.ends | (known.called - used.left.keys())
+            if known.left is None or calls_others or self._find_uncompiled() not in (None, {}):
                 known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
             elif known.times.is_due and len(known.left) < len(known.called):
                 known.times.add(time, used.is_bare)

@@ -30,9 +30,8 @@ class WrappedRunner(BlockRunner):
 
     @allow_inlining
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or compiler_around() is not None:
-            return super().__call__(inner, *args, **kwargs)
-        if type(inner) is _Inside:  # what another survey had in place may be inside already
+        # What another survey had in place may be inside already.
+        if is_dynamo_compiling() or compiler_around() is not None or type(inner) is _Inside:
             return super().__call__(inner, *args, **kwargs)
         block = self._region.block
         if not self._wrapped.stands(block, inner):

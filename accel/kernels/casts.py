@@ -23,7 +23,9 @@ _TYPE = torch.float8_e4m3fn
 def unknown_casts_left(device: torch.device) -> Iterator[None]:
     """A context in which inductor leaves casts to torch that Triton does not have for this device. Where a pass of
     somebody else's has that place, nothing changes."""
-    if not lacks_e4m3(device) or torch_internals.GRAPH_PASS.get(None) is None:
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    lacks_type = is_nvidia and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
+    if not lacks_type or torch_internals.GRAPH_PASS.get(None) is None:
         yield
         return
     from torch._inductor import config
@@ -34,12 +36,6 @@ def unknown_casts_left(device: torch.device) -> Iterator[None]:
     define()
     with config.patch(post_grad_custom_pre_pass=_graph_pass()):
         yield
-
-
-def lacks_e4m3(device: torch.device) -> bool:
-    """Whether Triton lacks float8_e4m3fn for this device."""
-    is_nvidia = device.type == "cuda" and not torch.version.hip
-    return is_nvidia and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
 
 
 def leave_casts(graph: Graph) -> None:

@@ -38,12 +38,8 @@ def _run(x, weight, *how):
 
 
 def _fake(x, weight, bias, stride, padding, dilation, *_):
-    sizes = [
-        (size + 2 * pad - spread * (kernel - 1) - 1) // step + 1
-        for size, kernel, step, pad, spread in zip(
-            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
-        )
-    ]
+    dimensions = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    sizes = [(size + 2 * pad - spread * (width - 1) - 1) // step + 1 for size, width, step, pad, spread in dimensions]
     out = x.new_empty([x.shape[0], weight.shape[0], *sizes])
     return out.to(memory_format=_memory_format(x, weight))
 
@@ -111,12 +107,8 @@ def leave_to_library(template: torch.nn.Module) -> None:
     define()
     own = tuple(cls for cls in _CONVOLUTIONS if _is_torchs_own(cls))
     for module in template.modules():
-        if (
-            isinstance(module, own)
-            and module.padding_mode == "zeros"
-            and not isinstance(module.padding, str)
-            and "_conv_forward" not in vars(module)
-        ):
+        is_own = isinstance(module, own) and "_conv_forward" not in vars(module)
+        if is_own and module.padding_mode == "zeros" and not isinstance(module.padding, str):
             forward = _conv_forward
             if all(type(module)._conv_forward is not cls._conv_forward for cls in _CONVOLUTIONS):
                 module.__class__ = cls = _make_operator_class(type(module))  # type: ignore[arg-type]  # a class is hashable

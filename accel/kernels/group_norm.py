@@ -142,8 +142,8 @@ def group_norm(
 ) -> torch.Tensor:
     """`silu(group_norm(x + by_channel + by_image))`, without `silu` where that is False. x: [B, C, ...], contiguous.
     weight, bias, by_channel: [C]. by_image: [B, C]."""
-    plane, members, parts = _plane(x), x.shape[1] // groups, _parts(x)
-    rows = x.shape[0] * groups
+    plane = math.prod(x.shape[2:])  # `Size.numel` would fix the sizes
+    members, rows, parts = x.shape[1] // groups, x.shape[0] * groups, (plane + PART - 1) // PART
     # Of one dimension: a size of 1 among several makes torch ask for their order.
     means, squares = (x.new_empty(rows * members * parts, dtype=torch.float32) for _ in range(2))
     moments = x.new_empty(rows * 2, dtype=torch.float32)
@@ -157,11 +157,3 @@ def group_norm(
         x, by_channel, by_image, moments, weight, bias, out, plane, members, groups, silu, PART
     )
     return out
-
-
-def _plane(x: torch.Tensor) -> int:
-    return math.prod(x.shape[2:])  # `Size.numel` would fix the sizes
-
-
-def _parts(x: torch.Tensor) -> int:
-    return (_plane(x) + PART - 1) // PART

@@ -26,13 +26,8 @@ DEVICE = "cuda"
 
 _ADD = (operator.add, torch.add)
 _REPLACED = (*_ADD, torch.nn.functional.group_norm, torch.nn.functional.silu)
-_IN_PLACE = {
-    "setitem",
-    "delitem",
-    "iand",
-    "ior",
-    *(f"i{name}" for name in dir(operator) if hasattr(operator, f"i{name}")),
-}
+_IN_PLACE = {f"i{name}" for name in dir(operator) if hasattr(operator, f"i{name}")}
+_IN_PLACE |= {"setitem", "delitem", "iand", "ior"}
 
 
 @contextmanager
@@ -98,11 +93,8 @@ def _replace_norm(graph: Graph, node: Node, writes: bool) -> None:
     """writes: something in the graph may be written to, so that a term may be another where the sum is read."""
     given = dict(zip(("input", "num_groups", "weight", "bias", "eps"), node.args, strict=False)) | node.kwargs
     x, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
-    if (
-        not isinstance(given["num_groups"], int)
-        or not _is_plain(x)
-        or not all(_has_type_of(part, x) for part in (weight, bias))
-    ):
+    has_weights = all(_has_type_of(part, x) for part in (weight, bias))
+    if not (isinstance(given["num_groups"], int) and _is_plain(x) and has_weights):
         return
     terms = _Terms()
     fits = not writes and _collect(x, node, terms)
@@ -162,9 +154,7 @@ def _collect(node: Any, user: Node, terms: _Terms, like: Node | None = None) -> 
     channels = value.shape[: value.ndim - spatial]
     if len(channels) == 2 and _is(channels[0], 1):
         channels = channels[1:]
-    if len(channels) not in (1, 2) or not all(
-        _is(a, b) for a, b in zip(channels, whole.shape[2 - len(channels) : 2], strict=True)
-    ):
+    if len(channels) not in (1, 2) or not all(map(_is, channels, whole.shape[2 - len(channels) : 2])):
         return False
     (terms.by_channel if len(channels) == 1 else terms.by_image).append(node)
     return True
@@ -190,9 +180,7 @@ def _has_type_of(node: Any, other: Node) -> bool:
 
 def _has_shape_of(node: Node, other: Node) -> bool:
     a, b = _value(node), _value(other)
-    if not _has_type_of(node, other) or a.ndim != b.ndim:
-        return False
-    return all(_is(size, of) for size, of in zip(a.shape, b.shape, strict=True))
+    return _has_type_of(node, other) and a.ndim == b.ndim and all(map(_is, a.shape, b.shape))
 
 
 def _value(node: Any) -> torch.Tensor | None:

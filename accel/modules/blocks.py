@@ -39,12 +39,8 @@ def _blocks(
     wraps: Wraps | None,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
-    if (
-        (in_list or type(module) in classes)
-        and not is_container
-        and _is_composite(module, wraps)
-        and not _contains_blocks(module, lists, wraps)
-    ):
+    may_be_block = (in_list or type(module) in classes) and not is_container
+    if may_be_block and _is_composite(module, wraps) and not _contains_blocks(module, lists, wraps):
         yield path, module
         return
     # A module next to a list of blocks inside a block (the attention next to a mixture of experts) is a block too.

@@ -250,9 +250,7 @@ class PlainTensorView:
             out = function(*args, **(kwargs or {}))
             if function in get_default_nowrap_functions():
                 return out
-            return tree_map_only(
-                torch.Tensor, lambda tensor: tensor if isinstance(tensor, cls) else cls.make(tensor, {}), out
-            )
+            return tree_map_only(torch.Tensor, lambda made: made if isinstance(made, cls) else cls.make(made, {}), out)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

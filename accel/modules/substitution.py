@@ -157,9 +157,9 @@ def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
     with _changing:
         for module in [module for module in modules if "forward" in module.__dict__]:
             forward = module.__dict__["forward"]
-            if type(forward) is types.MethodType and forward.__self__ is module:
-                if forward.__func__ is forward_of(type(module))[1]:
-                    del module.__dict__["forward"]
+            is_bound = type(forward) is types.MethodType and forward.__self__ is module
+            if is_bound and forward.__func__ is forward_of(type(module))[1]:
+                del module.__dict__["forward"]
 
 
 class Substitution:

@@ -73,10 +73,8 @@ def compare_to_rounding(
         blocks run one after the other, whose differences add up.
     """
     if isinstance(expected, (tuple, list)):
-        known = tuple(types)
-        found = [
-            compare_to_rounding(one, other, inputs, known, depth) for one, other in zip(out, expected, strict=True)
-        ]
+        known, pairs = tuple(types), zip(out, expected, strict=True)
+        found = [compare_to_rounding(*pair, inputs, known, depth) for pair in pairs]
         return max((value for value in found if value is not None), default=None)
     if dataclasses.is_dataclass(expected):
         out, expected = vars(out), vars(expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -58,7 +57,7 @@ def read_switches() -> tuple[tuple[str, Any], ...]:
     return (
         ("float32_matmul_precision", read_setting(torch.get_float32_matmul_precision)),
         ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
-        *((name, read_setting(functools.partial(getattr, *place))) for name, place in _ATTRIBUTES.items()),
+        *((name, read_setting(partial(getattr, *place))) for name, place in _ATTRIBUTES.items()),
         *((name, _tf32(*owners)) for name, owners in _TF32.items()),
         *attention(),
     )
@@ -104,7 +103,7 @@ def getters() -> dict[Callable[..., Any], str]:
     return {of: name for of, name in found.items() if isinstance(of, (BuiltinFunctionType, FunctionType))}
 
 
-@functools.cache
+@cache
 def _readers() -> dict[str, list[Callable[[], Any]]]:
     """What reads the settings among them, and those that are attributes, by the names that code has for them."""
     owners = (torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn, torch.backends.opt_einsum)

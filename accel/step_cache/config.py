@@ -34,9 +34,8 @@ class DeepCacheSettings:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"DeepCache: {name} {getattr(self, name)} is outside 0.0 to 1.0.")
         if self.start_percent > self.end_percent:
-            raise ValueError(
-                f"DeepCache: start_percent ({self.start_percent}) must not be above end_percent ({self.end_percent})."
-            )
+            start, end = self.start_percent, self.end_percent
+            raise ValueError(f"DeepCache: start_percent ({start}) must not be above end_percent ({end}).")
         if not 0.0 < self.quality < math.inf:
             raise ValueError(f"DeepCache: quality {self.quality} is not a number of dB above 0.")
 

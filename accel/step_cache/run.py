@@ -99,9 +99,8 @@ class DeepCacheRun:
                 self.plan.note_full(step)
 
     def _may_skip(self, step: int) -> bool:
-        if self.why_full is not None or len(self._known) < 2:
-            return False
-        if not is_in_window(self.facts.levels[step], self._window):
+        has_line = self.why_full is None and len(self._known) >= 2
+        if not has_line or not is_in_window(self.facts.levels[step], self._window):
             return False
         try:
             return self.plan.skips(step)
@@ -142,11 +141,10 @@ class DeepCacheRun:
 
     def forecast_parts(self, latent: torch.Tensor) -> list[torch.Tensor]:
         """Returns the forecasts of the `parts` that `end` was given, for a skipped evaluation of `latent`."""
-        each = zip(*(one.parts for one in self._known), strict=True)
-        points = [
-            [replace(one, prediction=part) for one, part in zip(self._known, parts, strict=True)] for parts in each
-        ]
-        return [forecast(known, self._angle, self._level, latent, self._follows) for known in points]
+        lines = []
+        for parts in zip(*(one.parts for one in self._known), strict=True):
+            lines.append([replace(one, prediction=part) for one, part in zip(self._known, parts, strict=True)])
+        return [forecast(points, self._angle, self._level, latent, self._follows) for points in lines]
 
     def end(self, latent: torch.Tensor, prediction: torch.Tensor, parts: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Returns the prediction to give to the sampler in place of the model's `prediction` [B, ...] for `latent`.

@@ -132,9 +132,7 @@ def _measure(levels: tuple[float, ...], is_flow: bool, sample: Sample) -> Sample
     final = sample(predict, noise, torch.zeros(most + 3, 1, 1, 1)).reshape(-1).double()
     steps = [step_of(level, levels) for level in asked]
     # The last one there: Heun's method goes to a step's level and comes back.
-    begun = {
-        step: at for at, (step, level) in enumerate(zip(steps, asked, strict=True)) if is_near(levels[step], level)
-    }
+    begun = {step: at for at, step in enumerate(steps) if is_near(levels[step], asked[at])}
     if list(begun) != list(range(count)):
         return unknown
     moved = torch.stack([*latents, final])  # [evaluations + 1, rows]

@@ -171,7 +171,7 @@ def test_profilers_and_modes_see_kernels_as_torch_launches_them(made):
 def test_kernels_are_left_to_torch_where_it_does_more(made, left, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "dumped")])  # torch writes beside it
     if left == "a name":
-        monkeypatch.setattr(lean_calls, "LAUNCHES", (Internal("torch", "nothing", "slower"),))
+        monkeypatch.setattr(lean_calls.torch_internals, "LAUNCHES", (Internal("torch", "nothing", "slower"),))
     elif left == "AMD":
         monkeypatch.setattr(torch.version, "hip", "7")
     for _, kernel in made.kernels.values() if left == "dumps" else ():
