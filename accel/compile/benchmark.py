@@ -77,7 +77,7 @@ class Benchmark:
         self._judged, self._stands = 0.0, ASKED_AGAIN
 
     def find_calls(self, elements: int) -> Calls:
-        """What counts the calls with so many elements; the first are those that are compared."""
+        """The counter of the calls with so many elements; the first calls are those that are compared."""
         return self.calls.get(elements) or self.calls.setdefault(elements, Calls(self, elements))
 
     @property
@@ -93,7 +93,7 @@ class Benchmark:
         return None if (times := self.times) is None else times[1] - times[0]
 
     def ask_again(self) -> bool:
-        """Have a graph that was slow a while ago timed anew; whether it will be."""
+        """Whether a graph that was slow a while ago is timed anew from now on."""
         with self._lock:
             is_due = self.verdict is not None and self.verdict.code == "slower"
             if not is_due or time.perf_counter() - self._judged < self._stands:

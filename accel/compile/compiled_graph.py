@@ -92,7 +92,7 @@ class CompiledGraph:
         self._asked_with = dict(self.facts.ones)
 
     def take_code(self) -> None:
-        """See `block_compiler.take_code`."""
+        """Take the pending code; `block_compiler.take_code` calls it."""
         asked, self.nbytes = self.pending.take()
         self.facts, self.pending = replace(self.facts, asked=asked), None
         self._answers.clear()

@@ -59,8 +59,8 @@ def run_watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int
         sys.setprofile(None)
     if len(calls) != 1 or len(results) != 1:
         return out, None
-    generated, given = calls[0]
-    arguments, output = _arguments(given, tensors), _output(out, results[0], tensors, changed)
+    generated, called_with = calls[0]
+    arguments, output = _arguments(called_with, tensors), _output(out, results[0], tensors, changed)
     if arguments is None or output is None:
         return out, None
     profiler, is_grad_enabled = torch.autograd.profiler, torch.is_grad_enabled
@@ -77,7 +77,8 @@ def run_watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int
 
 
 def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callable | None:
-    """What finds generated code's arguments in such tensors; None where it was given others, or what is no size."""
+    """Gives generated code's arguments for such tensors, as a function; None where it got others, or what is no
+    size."""
     places = {id(tensor): at for at, tensor in enumerate(tensors)}
     if len(places) < len(tensors):  # which of two that are the same is meant cannot be seen
         return None
@@ -91,8 +92,8 @@ def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callabl
 
 
 def _output(out: Any, results: Any, tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> Callable | None:
-    """What finds the graph's output in generated code's results and in the tensors that the graph writes to; None where
-    it is neither one of these nor a tuple or list of them.
+    """A function that gives the graph's output, of generated code's results and of the tensors that the graph writes
+    to; None where it is neither one of these nor a tuple or list of them.
 
     None too where a result is no output, or is there twice: torch writes that to a tensor after the call.
     """
@@ -143,7 +144,7 @@ class Launched:
 
 
 def _launch_directly(frame: Any, launch: Callable) -> None:
-    """Have generated code launch a kernel that torch has settled on by one function, where that passes on the same.
+    """Have generated code launch a kernel by one function, where torch has settled on how and that passes on the same.
 
     frame: of `STATIC_KERNEL`, as it calls `launch`. Where a profiler or a dispatch mode sees kernels, torch's own
     function still runs. Any exception means that nothing has changed.
@@ -155,20 +156,20 @@ def _launch_directly(frame: Any, launch: Callable) -> None:
     does_more = type(autotuner).run is not torchs or autotuner.dump_launch_params or autotuner.dump_launch_tensors
     if does_more or not is_settled:
         return
-    given, passed = frame.f_locals, []
+    variables, passed = frame.f_locals, []
     names = settled.__code__.co_varnames[: settled.__code__.co_argcount - 1]  # then comes the stream
     values = [name for at, name in enumerate(kernel.arg_names) if at not in kernel.full_constexprs]
-    values += ["None"] * (len(given["args"]) - len(values))  # memory that torch launches no kernel statically with
+    values += ["None"] * (len(variables["args"]) - len(values))  # memory that torch launches no kernel statically with
     grid = torch_internals.GRID.get()(autotuner.inductor_meta, settled.config)
     parts = {"names": ", ".join(names), "values": ", ".join(values), "prefix": "\n        ".join(grid.prefix)}
     launched = torch_internals.LOADED_CODE.get()(_LAUNCHER.format(grid=grid, **parts)).launcher
-    constants = kernel.num_warps, kernel.shared, given["arg_tys"]
+    constants = kernel.num_warps, kernel.shared, variables["arg_tys"]
     seen_by = torch.autograd.profiler, torch_internals.DISPATCH_MODES.get()
     tried = launched(*seen_by, None, lambda *arguments: passed.append(arguments), kernel.function, *constants)
-    tried(*[launcher.f_locals[name] for name in names], stream=given["stream"])
-    function = given.get("function", kernel.function)  # newer torch may have one for each device
-    sizes = given["grid_x"], given["grid_y"], given["grid_z"]
-    if passed == [(function, *sizes, *constants, given["args"], given["stream"])]:
+    tried(*[launcher.f_locals[name] for name in names], stream=variables["stream"])
+    function = variables.get("function", kernel.function)  # newer torch may have one for each device
+    sizes = variables["grid_x"], variables["grid_y"], variables["grid_z"]
+    if passed == [(function, *sizes, *constants, variables["args"], variables["stream"])]:
         run = launched(*seen_by, torchs.__get__(autotuner), launch, function, *constants)
         generated = of_autotuner.f_back.f_globals
         for name in [name for name, value in generated.items() if value is autotuner]:

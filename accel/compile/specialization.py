@@ -61,25 +61,25 @@ class Trace:
         self.is_whole = False
 
     def begin(self) -> None:
-        """To be called within the trace, first; a second trace replaces what the first one has told."""
+        """Take note of what torch traces; called first within the trace. A second trace replaces the first."""
         Trace.__init__(self)
         context = torch_internals.TRACING_CONTEXT.get().try_get()
         self._shape_env = None if context is None else context.fake_mode.shape_env
         self.codes = getattr(context, "traced_code", ())  # a list that torch goes on filling
 
     def end(self, asks: bool) -> None:
-        """To be called within the trace, last. asks: fill `asked` too, which takes a while."""
+        """Fill the fields; called last within the trace. asks: fill `asked` too, which takes a while."""
         self.is_whole = True
         current = torch_internals.CURRENT_TRACE.get()()
         if current is None:
             return
         graph = current.output.graph
-        given = {}
+        tensor_nodes = {}
         for node in graph.find_nodes(op="placeholder"):
             found = _TENSOR.fullmatch(name_of(getattr(node.meta.get("grapharg"), "source", None)))
             if found is not None:
-                given[int(found[1])] = node
-        values = [node.meta["example_value"] for node in given.values()]
+                tensor_nodes[int(found[1])] = node
+        values = [node.meta["example_value"] for node in tensor_nodes.values()]
         nodes = list(itertools.chain.from_iterable(map(_find_written_tensors, graph.nodes)))
         storages = {storage_of(node.meta["example_value"]) for node in nodes if _is_tensor(node)}
         changed = {
@@ -87,22 +87,22 @@ class Trace:
             for node in filter(_is_tensor, graph.find_nodes(op="placeholder"))
             if (value := node.meta["example_value"])._version or node in nodes or storage_of(value) in storages
         }
-        self.changed = tuple(at for at, node in given.items() if node in changed)
-        for node in changed.difference(given.values()):
+        self.changed = tuple(at for at, node in tensor_nodes.items() if node in changed)
+        for node in changed.difference(tensor_nodes.values()):
             raise KeepsState(str(node))
         for node in graph.nodes:
             if node.op.startswith("call_"):
                 name = getattr(node.target, "__name__", str(node.target))
                 self._note(name, node.args, node.kwargs, node.meta.get("example_value"))
         self._shapes = [tuple(map(_expression, shape)) for shape in self._shapes]  # a size keeps all of its trace
-        for at, value in zip(given, values, strict=True):
+        for at, value in zip(tensor_nodes, values, strict=True):
             self._symbols |= {_expression(size): (at, d) for d, size in enumerate(value.shape) if type(size) is not int}
         if self._shape_env is None:
             return
         if not asks:
             fix_sizes(self._shape_env, [size for value in values for size in value.shape])
         else:
-            sources = [node.meta["grapharg"].source for node in given.values()]
+            sources = [node.meta["grapharg"].source for node in tensor_nodes.values()]
             self.asked = " and ".join(self._shape_env.produce_guards(values, sources, ignore_static=True))
 
     def recorder(self) -> TorchFunctionMode:

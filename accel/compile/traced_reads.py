@@ -122,7 +122,7 @@ class _Reads:
         return name not in dir(type(holder)) or self._is_class_watched(type(holder), name)  # a new one is noticed
 
     def _is_member_watched(self, source: Any, reader: str) -> bool:
-        """As `is_watched`, of a source whose base is."""
+        """As `is_watched`, for a source whose base is watched."""
         base, name = source.base, getattr(source, "member", getattr(source, "index", None))
         holder = self._value_of(base)
         if base in self._trusted or isinstance(holder, enum.Enum) or (type(holder) is dict and is_generated(holder)):

@@ -44,7 +44,7 @@ def check_arguments(tensors: Sequence[torch.Tensor]) -> Reason | None:
 
 
 def check_device(device: torch.device, stream: torch.cuda.Stream | None) -> Reason | None:
-    """stream: on which earlier calls were captured, since graphs that share memory must not run concurrently."""
+    """Why nothing can be captured there now. stream: of earlier captures, as graphs that share memory take turns."""
     if device.type != "cuda" or torch.version.hip is not None:  # torch for ROCm calls its devices cuda
         return Reason("not_cuda", device=f"{device} (ROCm)" if device.type == "cuda" else str(device))
     if torch.cuda.get_allocator_backend() != "native":
@@ -54,7 +54,7 @@ def check_device(device: torch.device, stream: torch.cuda.Stream | None) -> Reas
 
 
 def check_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reason | None]) -> Reason | None:
-    """of_module: the host's own conditions of each module."""
+    """Why calls of the model cannot be captured; of_module: the host's own reason for each module."""
     everywhere = torch.nn.modules.module
     if model.training:
         return Reason("training")
@@ -73,7 +73,7 @@ def check_model(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], R
 
 
 def check_weights(weights: WeightSnapshot, device: torch.device) -> Reason | None:
-    """device: of the call's arguments."""
+    """Why a call whose arguments are on the device cannot be captured with these weights; None where it can."""
     if weights.devices and device not in weights.devices:
         return _describe_devices({device, *weights.devices})
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in weights.tensors()):
@@ -171,12 +171,12 @@ class DryRun(TorchDispatchMode):
 def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operator that may draw random numbers draws none: not training, or a dropout of 0."""
     names = [argument.name for argument in func._schema.arguments]
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given.update(zip(names, args, strict=False))
-    given.update(kwargs)
-    if given.get("train") is False or given.get("training") is False:
+    arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+    arguments.update(zip(names, args, strict=False))
+    arguments.update(kwargs)
+    if arguments.get("train") is False or arguments.get("training") is False:
         return True
-    return any(name in given and not given[name] for name in ("dropout_p", "dropout", "p"))
+    return any(name in arguments and not arguments[name] for name in ("dropout_p", "dropout", "p"))
 
 
 def _describe_devices(devices: Iterable[torch.device]) -> Reason:

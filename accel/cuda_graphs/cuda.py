@@ -182,12 +182,12 @@ class CudaCapturer:
         return CudaGraph(graph, pool, nbytes), out
 
     def give_back(self) -> None:
-        """Free memory that nothing but warm-ups has used, and nothing will: theirs is a stream of its own."""
+        """Free the memory of the stream of warm-ups, which nothing else uses."""
         torch_internals.CLEAR_WORKSPACES.get()()
         torch.cuda.empty_cache()
 
     def reset(self) -> None:
-        """Share no memory with the graphs captured until now."""
+        """Have later captures share no memory with earlier ones."""
         self._pools.clear()
         self._homes.clear()
 
@@ -231,7 +231,7 @@ def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _split_from_others(device: torch.device) -> Iterator[None]:
-    """Leaves the device's random numbers and cuBLAS's workspaces as others have them.
+    """A context that leaves the device's random numbers and cuBLAS's workspaces as others have them.
 
     A capture registers itself with the state of the default generator. One that cannot be ended leaves that state
     unusable outside captures for good (torch 2.11), with tensors of the mode that the capture began in.
@@ -251,7 +251,7 @@ def _split_from_others(device: torch.device) -> Iterator[None]:
 
 
 def _require_memory(device: torch.device) -> None:
-    """Raises OutOfMemoryError where less than `LEAST_FREE` is free, before the device itself does."""
+    """Raise OutOfMemoryError where less than `LEAST_FREE` is free, before the device itself does."""
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if free < LEAST_FREE:

@@ -167,7 +167,7 @@ class ModelCapture:
         return variant, guard, inputs
 
     def _hold(self) -> Reason | None:
-        """Hold the model's weights where they are streamed; why not, if that fails."""
+        """Why the model's weights cannot be held where they are streamed; None once they are held."""
         try:
             held = self._host.hold()
         except self._host.interrupts:
@@ -234,7 +234,7 @@ class ModelCapture:
     # From the first call of a key to its capture
 
     def _warm_up(self, call: Call, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Make the call eagerly, and take the next step towards its capture."""
+        """What the eager call returns, after the next step towards its capture."""
         key, device = call.key, call.device
         progress, entry = self._progress[key], self._cache.get(key)
         held = self._held
@@ -272,7 +272,7 @@ class ModelCapture:
         return out
 
     def _advance(self, progress: _Progress, capture: CallCapture, expected: Sequence[torch.Tensor]) -> Reason | None:
-        """Dry-run the call or capture it, whichever is next; the reason where it will not be captured."""
+        """Why the call will not be captured, after its dry run or capture, whichever is next; None where it may be."""
         key, known = capture.call.key, (*self._host.interrupts, torch.OutOfMemoryError, NotReady, CaptureFailed)
 
         def make() -> CapturedCall:
@@ -334,6 +334,6 @@ class ModelCapture:
 
 
 def _require(reason: Reason | None) -> None:
-    """Raises RunEagerly with the reason, if there is one."""
+    """Raise RunEagerly with the reason, if there is one."""
     if reason is not None:
         raise RunEagerly(reason)

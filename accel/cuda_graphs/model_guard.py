@@ -67,7 +67,7 @@ class ModelGuard:
         return False
 
     def snapshot(self) -> Reason | None:
-        """Take a new snapshot; the reason where calls of the model cannot be captured."""
+        """Why calls of the model cannot be captured; None after a new snapshot."""
         self._changes += self.weights is not None
         self.weights = None
         if self._changes >= _MAX_CHANGES:

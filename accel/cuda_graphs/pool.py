@@ -94,7 +94,7 @@ class CapturedCall:
         self._pool.leave(self)
 
     def refresh(self, weights: WeightSnapshot) -> None:
-        """Take the values of weights that have been loaded anew, of the same digest; with the capturer's lock held."""
+        """Take the values of the same weights, loaded anew, with the capturer's lock held."""
         self._loaded.fill(weights.find_loaded_tensors())
 
     def has_kernels(self) -> bool:
@@ -107,13 +107,13 @@ class CapturedCall:
             cache.get(entry.key, lease)
 
     def count(self) -> int:
-        """Count one replay for the compiled graphs inside; the number of block calls inside that ran uncompiled."""
+        """Count a replay for the compiled graphs inside, and return how many block calls inside ran uncompiled."""
         for counter, calls in self._counters.items():
             counter.hits += calls
         return self._eager_calls
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Replay for these inputs, with the capturer's lock held: what the call returns, in tensors of its own."""
+        """What the call returns for these inputs, in tensors of its own, by a replay with the capturer's lock held."""
         if self._graph is None:
             raise RuntimeError("its model was unloaded")
         self._buffers.fill(tensors)
@@ -154,18 +154,18 @@ class CapturePool:
         return (self._grown.get(device, 0) if members else 0) + sum(member.buffer_bytes for member in members)
 
     def begin(self) -> None:
-        """Before a capture: on devices without captured calls the count starts at 0 again."""
+        """Count from 0 again before a capture, on devices without captured calls."""
         left = {member.device for member in self.members}
         self._grown = {device: grown for device, grown in self._grown.items() if device in left}
         if not left:
             self.capturer.reset()
 
     def grow(self, graph: CudaGraph, device: torch.device) -> None:
-        """After a capture, whether or not the graph is kept."""
+        """Count what a capture has taken, whether or not the graph is kept."""
         self._grown[device] = self._grown.get(device, 0) + graph.nbytes
 
     def leave(self, member: CapturedCall) -> None:
-        """A captured call has released its memory."""
+        """Forget a captured call that has released its memory."""
         self._members.pop(id(member), None)
 
     def admit(self, member: CapturedCall, cache: GraphCache, lease: Lease) -> None:
@@ -197,7 +197,7 @@ class CapturePool:
         raise CaptureFailed(reason) if captured == {member.key} else NoGraph(member.key, reason)
 
     def give_way(self, cache: GraphCache, device: torch.device) -> None:
-        """Evict those on the device, whose memory the host needs; waits for a running replay."""
+        """Evict the captured calls on the device, whose memory the host needs; waits for a running replay."""
         self.given_way += 1
         with self.capturer.lock:
             self.drop(cache, lambda call: call.device == device)

@@ -32,7 +32,7 @@ class BlockObserver:
     eager_calls: int = 0
 
     def reset(self) -> None:
-        """Before a call."""
+        """Forget what the last call has shown."""
         self.is_stable = True
         self.used.clear()
         self.eager_calls = 0

@@ -79,7 +79,7 @@ class CallTimes:
         return sum(map(len, self._seconds.values())) % 4 in (1, 2)
 
     def add(self, call: CallTime, is_bare: bool) -> None:
-        """A timed call."""
+        """Take a timed call into account. is_bare: it had no stand-ins."""
         if not is_bare and not call.device_waited:
             self.is_due, self.spared = False, 1.0
             return
@@ -95,7 +95,7 @@ class CallTimes:
         self.is_due = False
 
     def add_unspared(self, call: CallTime) -> None:
-        """A call that CUDA graphs would spare Python's part of: timed as it is, then behind a pause."""
+        """Take a call into account that CUDA graphs would make faster: timed as it is, then behind a pause."""
         if self.wall:
             self.spared = self.wall / max(call.device, 1e-6)
         elif call.device_waited:

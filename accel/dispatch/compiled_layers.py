@@ -128,8 +128,8 @@ def make_compiled_layers(
         return runner(region, run, host.simplifier(region), source, outside)
 
     tell_compilers()
-    look = functools.partial(_survey, model, settings, host, surveys)
-    code = CurrentCode(model, found, look, make, host.interrupts, host.between)
+    survey_now = functools.partial(_survey, model, settings, host, surveys)
+    code = CurrentCode(model, found, survey_now, make, host.interrupts, host.between)
     layers: dict[torch.nn.Module, Layer] = {model: code}
     outside = host.outside_recording() or nullcontext
     for region in found.regions:

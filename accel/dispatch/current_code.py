@@ -170,7 +170,7 @@ class CurrentCode:
         return self._known[-1]
 
     def _put(self, known: _Known | None, otherwise: Reason) -> None:
-        """Have the blocks run under this survey; otherwise: why those run eagerly that it has nothing for."""
+        """Have the blocks run under this survey. otherwise: why blocks that it has nothing for run eagerly."""
         self._now = known
         if known is not None and known.survey.is_wrapped:
             self._between = True  # the wrappers run there, and `begin` has not seen this survey

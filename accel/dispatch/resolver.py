@@ -151,7 +151,7 @@ class GraphResolver:
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
 
     def _take_code(self, call: Call, entry: Entry, graph: CompiledGraph, is_beside: bool) -> bool:
-        """Whether the graph runs this call, now that its code is there. Raises CodePending."""
+        """Whether the graph runs this call, once its code is there. Raises CodePending."""
         pending = graph.pending
         while pending is not None and not pending.is_done:
             if is_beside:
@@ -272,7 +272,7 @@ class GraphResolver:
 
 @contextmanager
 def tables_restored(packages: Collection[str], foreign: Callable[[Any], bool]) -> Iterator[None]:
-    """On exit, no table (dict) that is a global of these packages has a foreign value, or a tuple with one.
+    """A context after which no global table (dict) of these packages has a foreign value, or a tuple with one.
 
     Torch runs the code of quantised weights' classes as it traces. What that keeps by size and device (a Hadamard
     matrix, a workspace) must not be there for the next real call to find. foreign: whether a value must not stay.

@@ -63,7 +63,7 @@ class WholeCalls:
         blocks, and will not be captured."""
         known = self._find_known(given) if are_alike and self._code is not None else None
         device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
-        used, pause = (self._all, None) if known is None else self._way(known, device)
+        used, pause = (self._all, None) if known is None else self._choose_stand_ins(known, device)
         used.asked.clear()
         if used is self._all or pause is not None:
             for runner in self.runners.values():
@@ -77,7 +77,7 @@ class WholeCalls:
             self._learn(known, used, time)
 
     def end(self) -> int:
-        """Tell of the calls of blocks that had no stand-in, and how many they were; and what CUDA graphs would give."""
+        """How many calls of blocks had no stand-in, noted with their reasons; emits what CUDA graphs would give."""
         times = max((known.times.spared or 0.0 for known in self._met), default=0.0)
         if self.unspared is not None and times >= WORTH_IT:
             emit("graphs_would_give", times=times)
@@ -92,8 +92,8 @@ class WholeCalls:
                     fallbacks.note(name, why, calls=used.passes)
         return sum(used.passes * len(used.left) for used in self._made.values())
 
-    def _way(self, known: _Known, device: torch.device | None) -> tuple[_StandIns, float | None]:
-        """What is in place in the next call, and seconds to pause before it is timed; None where it is not."""
+    def _choose_stand_ins(self, known: _Known, device: torch.device | None) -> tuple[_StandIns, float | None]:
+        """The stand-ins for the next call, and for how many seconds it pauses first, where it is timed."""
         times, left, pause = known.times, known.left, None
         is_bare = not times.is_due and times.verdict is not None
         is_on_card = device is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -105,7 +105,7 @@ class WholeCalls:
         return (self._all if left is None and not is_bare else self._make_stand_ins(known, is_bare)), pause
 
     def _learn(self, known: _Known, used: _StandIns, time: CallTime | None) -> None:
-        """What a call says of others like it. time: of the call, where it was timed."""
+        """Note what a call says of others like it. time: of the call, where it was timed."""
         if used is self._all:
             known.left, known.called, known.looks = self._find_uncompiled(), self._find_called(), known.looks + 1
         elif time is not None:

@@ -91,10 +91,10 @@ class _Terms:
 
 def _replace_norm(graph: Graph, node: Node, writes: bool) -> None:
     """writes: something in the graph may be written to, so that a term may be another where the sum is read."""
-    given = dict(zip(("input", "num_groups", "weight", "bias", "eps"), node.args, strict=False)) | node.kwargs
-    x, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
+    norm_args = dict(zip(("input", "num_groups", "weight", "bias", "eps"), node.args, strict=False)) | node.kwargs
+    x, weight, bias = (norm_args.get(name) for name in ("input", "weight", "bias"))
     has_weights = all(_has_type_of(part, x) for part in (weight, bias))
-    if not (isinstance(given["num_groups"], int) and _is_plain(x) and has_weights):
+    if not (isinstance(norm_args["num_groups"], int) and _is_plain(x) and has_weights):
         return
     terms = _Terms()
     fits = not writes and _collect(x, node, terms)
@@ -105,7 +105,7 @@ def _replace_norm(graph: Graph, node: Node, writes: bool) -> None:
     with graph.inserting_before(node):
         by_channel = [graph.call_method("flatten", (term,)) for term in terms.by_channel] or [None]
         by_image = [graph.call_method("flatten", (term, 1)) for term in terms.by_image] or [None]
-        arguments = (terms.planes[0], weight, bias, given["num_groups"], given.get("eps", 1e-5), has_silu)
+        arguments = (terms.planes[0], weight, bias, norm_args["num_groups"], norm_args.get("eps", 1e-5), has_silu)
         made = graph.call_function(torch.ops.accel.group_norm.default, (*arguments, *by_channel, *by_image))
     replaced = after if has_silu else node
     made.meta = dict(replaced.meta)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def home_of(function: Any) -> str:
-    """The name of the module whose code it runs; "" where the code has none.
+    """The name of the module whose code a function runs; "" where the code has none.
 
     Not its `__module__`: a wrapper may have taken over the name of what it wraps. Of a method or partial it is that of
     the function inside, of anything else that can be called its class's.
@@ -22,7 +22,7 @@ def home_of(function: Any) -> str:
 
 
 def owner_of(file: str) -> str:
-    """Whose a file of code is: the extension or the installed package that it is in, else its folder and name."""
+    """The extension or installed package that a file of code is in; else its folder and name."""
     parts = pathlib.PurePath(file).parts
     folder = next((name for name in ("custom_nodes", "site-packages") if name in parts[:-1]), None)
     return "/".join(parts[-2:]) if folder is None else parts[parts.index(folder) + 1]

@@ -60,7 +60,7 @@ def runs_others_code(part: torch.nn.Module) -> bool:
 
 
 def begin(block: torch.nn.Module) -> None:
-    """This block is called in this thread."""
+    """Note that this thread calls the block."""
     _called.block = weakref.ref(block)
 
 

@@ -84,12 +84,12 @@ class StandIn(functools.partial):
         return self.make(self.own, self.is_foreign, items)
 
     def remove_item(self, item: _Item) -> StandIn | None:
-        """Without this very item; None if no layer is left."""
+        """The stand-in without this very item; None if no layer is left."""
         items = tuple(kept for kept in self.items if kept is not item)
         return self.make(self.own, self.is_foreign, items) if items else None
 
     def end(self) -> None:
-        """Call nothing but the forward that it stands for from now on, for those who have kept it."""
+        """Have those who have kept it call nothing but the forward that it stands for."""
         self.__setstate__((_call, ((), self.own), {}, None))  # type: ignore[attr-defined]  # not in typeshed
 
     def __deepcopy__(self, memo: dict) -> StandIn:

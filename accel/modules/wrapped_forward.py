@@ -35,7 +35,7 @@ class WrappedForward:
 
     @classmethod
     def find(cls, module: torch.nn.Module) -> WrappedForward | None:
-        """None where the forward is the class's own, or another program's that does not lead to it in one way."""
+        """The wrapped forward of the module; None where it is its class's own, or does not lead to that in one way."""
         owner, on_class = forward_of(type(module))
         outermost = foreign_forward(module) or on_class
         found: list[tuple[types.FunctionType, list[types.CellType]]] = []

@@ -87,22 +87,22 @@ class CallSignature:
         if arguments is None:
             return None
         tensors, numbers = arguments
-        given = tensors
+        all_tensors = tensors
         if numbers:
-            given = list(tensors)
+            all_tensors = list(tensors)
             for at, size in zip(self._numbers, numbers, strict=True):
-                given.insert(at, tree_spec.size_tensor(size))
+                all_tensors.insert(at, tree_spec.size_tensor(size))
         latest = self._latest.get(captured)
         if latest is None or not latest[1].check(tensors, numbers):
             try:
-                known = self._known.get((layouts_of(given), captured))
-                guard = None if known is None else known.guards.get(_traits_of(given))
+                known = self._known.get((layouts_of(all_tensors), captured))
+                guard = None if known is None else known.guards.get(_traits_of(all_tensors))
             except AttributeError:  # something else in a tensor's place
                 return None
             if guard is None or not guard.check(tensors, numbers):
                 return None
             latest = self._latest[captured] = known, guard
-        return *latest, given
+        return *latest, all_tensors
 
     def add(self, known: Any, guard: InputGuard, tensors: Sequence[torch.Tensor], captured: bool = False) -> None:
         """Match calls with such tensors with what is known from now on, by the guard, which goes to its `guards`.
