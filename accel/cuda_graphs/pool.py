@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..cache.entry import Lease
     from ..cache.graph_cache import GraphCache
     from ..modules.snapshot import WeightSnapshot
-    from .call_capture import CallCapture
     from .cuda import CudaCapturer, CudaGraph
     from .host_constants import HostConstants
 
@@ -54,14 +53,14 @@ class Buffers:
 class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
-    buffers: of its inputs. loaded: of weights that the host loads anew for each run. out: what the captured call
-        returned. constants: are read by the graph. held: the streamed weights that must be held for a replay. The
-        compiled graphs inside, which the capture's observer has, live as long as this does.
+    capture: the `CallCapture`, whose observer has the compiled graphs inside, which live as long as this does. buffers:
+    of the inputs. loaded: of weights that the host loads anew for each run. out: what the call returned. constants: are
+    read by the graph. held: the streamed weights that must be held for a replay.
     """
 
     saved_as: str | None = None
 
-    def __init__(self, capture: CallCapture, graph: CudaGraph, buffers: Buffers, loaded: Buffers, out: Any):
+    def __init__(self, capture: Any, graph: CudaGraph, buffers: Buffers, loaded: Buffers, out: Any):
         key, weights, observer = capture.call.key, capture.weights, capture.observer
         self.key, self._pool, self._buffers, self._loaded, self.held = key, capture.pool, buffers, loaded, capture.held
         self._graph: CudaGraph | None = graph
