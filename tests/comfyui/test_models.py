@@ -246,8 +246,8 @@ def captured(name, case):
 CHECKS = dict(zip(COLUMNS, (compiled, cached, controlled, quantised, streamed, captured), strict=True))
 
 KNOWN = [name for name, case in FAMILIES.items() if case.is_known]
-QUICK = {"Wan 2.2 5B ti2v", *todays(KNOWN, 2)}
-"""A time step for each frame; and two of all in turns, lest the page grows old. All blocks: test_model_table.py."""
+QUICK = {"Wan 2.2 5B ti2v", *todays(KNOWN, 3)}
+"""A time step for each frame; and three of all in turns, lest the page grows old. All blocks: test_model_table.py."""
 
 
 @pytest.mark.parametrize("column", CHECKS)

@@ -17,7 +17,6 @@ from comfy.ldm.chroma.model import ChromaParams
 from comfy.ldm.chroma_radiance.model import ChromaRadianceParams
 from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
-from comfy.ldm.lumina.model import NextDiT
 
 from kit.tiny_models import QWEN_IMAGE, SD3, UNET, WAN, known_to, randomize
 
@@ -70,10 +69,9 @@ class Specimen:
     """A model class made small.
 
     blocks, kinds: that are found in it. path: of the class, under `comfy.ldm`; config: what it is made with. latent:
-    its shape behind the batch, as `Size.shape` reads it; batch: its rows. given: what else the model's forward takes,
-    as `BaseModel.apply_model` would give it: a text is noise of that shape, a float one number for each row, a shape
-    and a number are a tensor filled with it, and a function is called with size and noise. later: graphs that the first
-    larger batch adds. Those that no test calls have neither.
+    its shape behind the batch, as `Size.shape` reads it. given: what else the model's forward takes, as
+    `BaseModel.apply_model` would give it: a text is noise of that shape, a float one number for each row, and a
+    function is called with size and noise. Those that no test calls have neither.
     """
 
     blocks: int
@@ -82,8 +80,6 @@ class Specimen:
     config: dict[str, Any]
     latent: str
     given: dict[str, Any]
-    batch: str = "B"
-    later: int = 0
 
     def build(self) -> torch.nn.Module:
         """The diffusion model with random weights."""
@@ -99,20 +95,16 @@ class Specimen:
 
         def made(what: Any) -> Any:
             if isinstance(what, str):
-                return noise(*size.shape(f"{self.batch} {what}"))
+                return noise(*size.shape(f"B {what}"))
             if isinstance(what, float):
-                return made(("", what))
-            if isinstance(what, tuple):
-                return torch.full(size.shape(f"{self.batch} {what[0]}"), what[1])
+                return torch.full((size.batch,), what)
             return what(size, noise) if callable(what) else what
 
         return made(self.latent), {name: made(what) for name, what in self.given.items()}
 
 
-def _of(
-    blocks: int, kinds: int, path: str, config: dict, latent: str = "", batch: str = "B", later: int = 0, **given: Any
-) -> Specimen:
-    return Specimen(blocks, kinds, path, config, latent, given, batch, later)
+def _of(blocks: int, kinds: int, path: str, config: dict, latent: str = "", **given: Any) -> Specimen:
+    return Specimen(blocks, kinds, path, config, latent, given)
 
 
 FLUX = dict(
@@ -196,7 +188,6 @@ _SHAPES_21 = _SHAPES | dict(context_dim=48, depth=5, num_moe_layers=2, guidance_
 
 _TEXT = {"context": "T 48"}
 _GUIDED = _TEXT | {"y": "32", "guidance": 3.5}
-_COUNTED = _TEXT | {"num_tokens": lambda size, noise: size.tokens}
 
 ZOO: dict[str, Specimen] = {
     "SD1.5": _of(12, 3, _UNET, _SD),
@@ -211,25 +202,26 @@ ZOO: dict[str, Specimen] = {
     "Flux 2": _of(4, 2, "flux.model.Flux", FLUX2),
     "Chroma": _of(6, 3, "chroma.model.Chroma", CHROMA),
     "Chroma Radiance": _of(8, 4, "chroma_radiance.model.ChromaRadiance", RADIANCE),
-    "SD3": _of(3, 2, _MMDIT, _SD3 | {"qk_norm": None}, "16 H W", **_TEXT, y="32"),
+    "SD3": _of(3, 2, _MMDIT, _SD3 | {"qk_norm": None}),
     "SD3.5 medium": _of(3, 2, _MMDIT, _SD3 | {"x_block_self_attn_layers": [0, 1]}),
     "AuraFlow": _of(4, 2, "aura.mmdit.MMDiT", _AURA),
     "PixArt Alpha": _of(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1}),
-    "PixArt Sigma": _of(
-        *(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1, "micro_condition": False}, "4 H*4 W*4"),
-        **_TEXT,
-    ),
+    "PixArt Sigma": _of(2, 1, "pixart.pixartms.PixArtMS", _PIXART | dict(pe_interpolation=1, micro_condition=False)),
     "HunyuanDiT": _of(6, 2, "hydit.models.HunYuanDiT", _HUNYUAN_DIT | {"use_style_cond": True}),
     "HiDream": _of(26, 3, "hidream.model.HiDreamImageTransformer2DModel", HIDREAM),
-    "Lumina2": _of(6, 2, "lumina.model.NextDiT", LUMINA | {"n_kv_heads": 1}, "16 H W", **_COUNTED),
-    "Z-Image": _of(
-        *(6, 2, "lumina.model.NextDiT", _Z_IMAGE | {"pad_tokens_multiple": 32}, "16 H W"),
-        **_COUNTED,
-        later=2 if hasattr(NextDiT, "embed_cap") else 0,  # newer cores have one row of positions
+    "Lumina2": _of(
+        6,
+        2,
+        "lumina.model.NextDiT",
+        LUMINA | {"n_kv_heads": 1},
+        "16 H W",
+        **_TEXT,
+        num_tokens=lambda size, noise: size.tokens,
     ),
+    "Z-Image": _of(6, 2, "lumina.model.NextDiT", _Z_IMAGE | {"pad_tokens_multiple": 32}),
     "OmniGen2": _of(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN),
     "Qwen-Image": _of(2, 1, "qwen_image.model.QwenImageTransformer2DModel", QWEN_IMAGE, "16 1 H W", **_TEXT),
-    "Wan t2v": _of(2, 1, "wan.model.WanModel", WAN, "16 F H W", **_TEXT, later=1),
+    "Wan t2v": _of(2, 1, "wan.model.WanModel", WAN, "16 F H W", **_TEXT),
     "Wan i2v": _of(2, 1, "wan.model.WanModel", WAN | dict(in_dim=36, model_type="i2v")),
     "Wan VACE": _of(3, 2, "wan.model.VaceWanModel", WAN | dict(vace_layers=1, vace_in_dim=96)),
     "Wan camera": _of(2, 1, "wan.model.CameraWanModel", WAN | {"in_dim": 32}),
@@ -242,14 +234,12 @@ ZOO: dict[str, Specimen] = {
     ),
     "HunyuanVideo 1.5": _of(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_15 | {"patch_size": [1, 1, 1]}),
     "HunyuanImage 2.1": _of(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_IMAGE),
-    "LTXV": _of(2, 1, "lightricks.model.LTXVModel", LTXV, "16 F H W", **_TEXT, attention_mask=None, frame_rate=25),
+    "LTXV": _of(2, 1, "lightricks.model.LTXVModel", LTXV),
     "Mochi": _of(3, 2, "genmo.joint_model.asymm_models_joint.AsymmDiTJoint", _MOCHI),
     "Cosmos": _of(7, 4, "cosmos.model.GeneralDIT", _COSMOS),
-    "Cosmos predict2": _of(2, 1, "cosmos.predict2.MiniTrainDIT", _COSMOS2, "16 F HD WD", **_TEXT, fps=None, later=1),
+    "Cosmos predict2": _of(2, 1, "cosmos.predict2.MiniTrainDIT", _COSMOS2, "16 F HD WD", **_TEXT, fps=None),
     "Stable Audio": _of(2, 1, "audio.dit.AudioDiffusionTransformer", _AUDIO),
     "ACE-Step": _of(8, 2, "ace.model.ACEStepTransformer2DModel", _ACE),
     "Hunyuan3D 2": _of(4, 2, "hunyuan3d.model.Hunyuan3Dv2", _SHAPES_2),
-    "Hunyuan3D 2.1": _of(
-        25, 4, "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain", _SHAPES_21, "64 H*8", "2*B", **_TEXT, guidance=5.0
-    ),
+    "Hunyuan3D 2.1": _of(25, 4, "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain", _SHAPES_21),
 }
