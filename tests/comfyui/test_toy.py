@@ -44,23 +44,6 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
 
 
 @pytest.mark.thorough  # a bench as a subprocess
-def test_bench_writes_rows_and_tables(tmp_path):
-    from dev.bench import deepcache
-
-    few = ["--samplers", "euler", "--steps", "20", "--cfg", "5", "--images", "1", "--networks", "unet", "mmdit"]
-    few.append("--others")
-    command = [sys.executable, "-m", "dev.bench.deepcache", *few, "--out", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    rows = deepcache.read_rows(tmp_path / "deepcache.json")
-    ways = {"Balanced", "Fast", "every 2nd", "cache-dit", "TeaCache", "First Block Cache", "EasyCache", "LazyCache"}
-    pairs = {(row["network"], row["way"]) for row in rows if row["network"] in ("unet", "mmdit")}
-    assert pairs == {*((one, way) for one in ("unet", "mmdit") for way in ways), ("unet", "DeepCache of Ma et al.")}
-    assert all(0 < row["flops_share"] <= 1.02 for row in rows)
-    assert (tmp_path / "deepcache.md").stat().st_size > 0
-
-
-@pytest.mark.thorough  # a bench as a subprocess
 def test_bench_of_a_checkpoint_writes_its_sheet_and_figures_without_a_path(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red cube\n", encoding="utf-8")
     few = ["--prompts", str(tmp_path / "prompts.txt"), "--steps", "6", "--width", "64", "--ways", "35 dB", "every 2nd"]

@@ -39,11 +39,6 @@ def skipped(*args, **how):
     return planned(*args, **how).count("S")
 
 
-def test_straight_predictions_are_skipped_about_every_second_step_and_bent_ones_not_at_all():
-    assert STEPS // 3 <= skipped(error=1e-6) < STEPS
-    assert skipped(error=10.0) == 0
-
-
 @pytest.mark.parametrize("error", [1e-4, 1e-2, 0.05, lambda step: 0.01 * (1 + math.sin(step))])
 def test_more_decibels_never_skip_more(error):
     each = [skipped(target, error) for target in (20.0, 30.0, 35.0, 40.0, 50.0, 60.0, 90.0)]
@@ -51,8 +46,8 @@ def test_more_decibels_never_skip_more(error):
 
 
 def test_larger_errors_never_skip_more_and_more_decibels_do_matter():
-    each = [skipped(error=error) for error in (1e-6, 1e-3, 1e-2, 0.1, 1.0)]
-    assert each == sorted(each, reverse=True) and each[0] > each[-1] == 0
+    each = [skipped(error=error) for error in (1e-6, 1e-3, 1e-2, 0.1, 1.0, 10.0)]
+    assert each == sorted(each, reverse=True) and STEPS // 3 <= each[0] < STEPS and each[-2:] == [0, 0]
     assert skipped(60.0, 0.02) < skipped(25.0, 0.02)
 
 
