@@ -49,8 +49,8 @@ QUICK = (
 )
 """Ways of different kinds: the others keep it where one of these does, or by other words."""
 
-CALLS_OTHERS = {"by_method", "by_property", "by_getter", "by_class_method", "in_what_is_called", "by_partial"}
-CALLS_OTHERS |= {"by_operator", "by_another_name", "in_heap", "over_iterator", "with_two_rows"}
+CALLS_OTHERS = {"by_method", "by_property", "by_class_method", "in_what_is_called", "by_partial"}
+CALLS_OTHERS |= {"by_operator", "in_heap", "over_iterator", "with_two_rows"}
 """Ways whose own code changes nothing: what it calls does."""
 
 

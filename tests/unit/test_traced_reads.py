@@ -138,40 +138,8 @@ def set_ord(value):
     builtins.ord = code_of if value == 1.0 else lambda letter: value
 
 
-def set_attribute(value):
-    with_attribute.gain = value
-
-
-def set_default(value):
-    with_default.__defaults__ = (value,)
-
-
-def set_slots(value):
-    SLOTS.gain = value
-
-
-def set_of_thread(value):
-    LOCAL.gain = value
-
-
-def set_instance(value):
-    One.get().gain = value
-
-
-def set_inner(value):
-    SPACE.inner.gain = value
-
-
 def set_class(value):
     Config.gain = value
-
-
-def set_meta(value):
-    Meta.gain = value
-
-
-def set_kind(value):
-    Kind.ONE._value_ = value
 
 
 def set_module(value):
@@ -194,24 +162,21 @@ def put_item(container, key):
     return put
 
 
-def on_blocks(put):
-    return lambda value: [put(block, value) for block in Net.all_blocks]
+def put_gain(owner, name="gain"):
+    return lambda value: setattr(owner, name, value)
 
 
-def set_on_block(block, value):
-    block.gain = value
+def on_blocks(find):
+    def put(value):
+        for block in Net.all_blocks:
+            find(block).gain = value
+
+    return put
 
 
-def set_on_part(block, value):
-    block.b.gain = value
-
-
-def set_in_list(block, value):
-    block.gains[0] = value
-
-
-def set_on_object(block, value):
-    block.config.gain = value
+def set_in_lists(value):
+    for block in Net.all_blocks:
+        block.gains[0] = value
 
 
 matmul = torch.backends.cuda.matmul
@@ -224,21 +189,21 @@ WAYS = {
     "a module that it imports": Way(import_module, set_module),
     "torch's, that it imports": Way(import_function, set_gelu),
     "a built-in function": Way(lambda block, h: h * ord("\1"), set_ord),
-    "an object with slots": Way(lambda block, h: h * SLOTS.gain, set_slots, UNWATCHED),
-    "what a function gives": Way(lambda block, h: h * One.get().gain, set_instance, KEPT),
-    "a thread's": Way(lambda block, h: h * LOCAL.gain, set_of_thread, UNWATCHED),
+    "an object with slots": Way(lambda block, h: h * SLOTS.gain, put_gain(SLOTS), UNWATCHED),
+    "what a function gives": Way(lambda block, h: h * One.get().gain, lambda value: put_gain(One.get())(value), KEPT),
+    "a thread's": Way(lambda block, h: h * LOCAL.gain, put_gain(LOCAL), UNWATCHED),
     "a queue": Way(lambda block, h: h * QUEUE[0], put_item(QUEUE, 0), UNWATCHED),
     "a context's": Way(lambda block, h: h * OF_CONTEXT.get(), OF_CONTEXT.set, {"untraceable", "read_unwatched"}),
-    "a namespace": Way(lambda block, h: h * SPACE.inner.gain, set_inner),
+    "a namespace": Way(lambda block, h: h * SPACE.inner.gain, put_gain(SPACE.inner)),
     "a table": Way(lambda block, h: h * TABLE["gain"], put_item(TABLE, "gain")),
     "a nested list": Way(lambda block, h: h * NESTED["inner"][0], put_item(NESTED["inner"], 0)),
     "a tensor, written to": Way(lambda block, h: h * ONE_TENSOR, lambda value: ONE_TENSOR.fill_(value)),
     "a class's": Way(lambda block, h: h * Derived.gain, set_class),
-    "a metaclass's": Way(lambda block, h: h * OfMeta.gain, set_meta),
-    "an enumeration's": Way(lambda block, h: h * Kind.ONE.value, set_kind),
+    "a metaclass's": Way(lambda block, h: h * OfMeta.gain, put_gain(Meta)),
+    "an enumeration's": Way(lambda block, h: h * Kind.ONE.value, put_gain(Kind.ONE, "_value_")),
     "what `__getattr__` finds": Way(lambda block, h: h * FINDING.gain, put_item(FINDING.found, "gain")),
-    "a function's attribute": Way(lambda block, h: with_attribute(h), set_attribute),
-    "a default": Way(lambda block, h: with_default(h), set_default),
+    "a function's attribute": Way(lambda block, h: with_attribute(h), put_gain(with_attribute)),
+    "a default": Way(lambda block, h: with_default(h), lambda value: setattr(with_default, "__defaults__", (value,))),
     "a default's item": Way(lambda block, h: with_table(h), put_item(with_table.__defaults__[0], "gain")),
     "a cell": Way(lambda block, h: scale(h), set_gain),
     "torch's function": Way(lambda block, h: F.gelu(h), set_gelu),
@@ -251,10 +216,10 @@ WAYS = {
         lambda block, h: h * (1.0 if torch.backends.cuda.flash_sdp_enabled() else 0.3),
         lambda value: torch.backends.cuda.enable_flash_sdp(value == 1.0),
     ),
-    "the block's": Way(lambda block, h: h * block.gain, on_blocks(set_on_block)),
-    "its part's": Way(lambda block, h: h * block.b.gain, on_blocks(set_on_part)),
-    "its list's": Way(lambda block, h: h * block.gains[0], on_blocks(set_in_list)),
-    "its object's": Way(lambda block, h: h * block.config.gain, on_blocks(set_on_object)),
+    "the block's": Way(lambda block, h: h * block.gain, on_blocks(lambda block: block)),
+    "its part's": Way(lambda block, h: h * block.b.gain, on_blocks(lambda block: block.b)),
+    "its list's": Way(lambda block, h: h * block.gains[0], set_in_lists),
+    "its object's": Way(lambda block, h: h * block.config.gain, on_blocks(lambda block: block.config)),
 }
 
 
@@ -269,13 +234,8 @@ LATER = [
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.gain, self.gains, self.config = (
-            torch.nn.Linear(8, 8),
-            torch.nn.Linear(8, 8),
-            1.0,
-            [1.0],
-            Config(),
-        )
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.gain, self.gains, self.config = 1.0, [1.0], Config()
         self.b.gain = self.config.gain = 1.0
 
     def forward(self, x):
