@@ -34,10 +34,7 @@ from kit.pages import (
 
 from dev.tools import workflow
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.parametrize("setup", FRONTENDS, indirect=True),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.parametrize("setup", FRONTENDS, indirect=True)]
 
 STEPS = 20
 
@@ -254,10 +251,7 @@ ANSWERS = {
                 "fallbacks": [{"block": "ResBlock", **MISSING, "calls": 40}],
             },
             "last_run": {**UNCOMPILED, "account": {"worked": 9.2, "gain": []}, "lines": {"3": [NOT_COMPILED]}},
-            "machine": [
-                machine_part("Device", "device", name="RTX"),
-                LACKING,
-            ],
+            "machine": [machine_part("Device", "device", name="RTX"), LACKING],
         },
         {
             ".accel-gain": ["not compiled: torch needs Triton"],

@@ -14,6 +14,7 @@ boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is
 
 import comfy.model_management  # noqa: E402
+import torch  # noqa: E402
 from kit import tiny_models  # noqa: E402
 from kit.captures import CpuCapturer, capturing_cache  # noqa: E402
 
@@ -48,6 +49,12 @@ def no_model_of_the_file_is_left():
     yield
     comfy.model_management.unload_all_models()
     comfy.model_management.current_loaded_models.clear()
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from comfy_accel.accel.report.facts import line_of
 from comfy_accel.accel.report.run_record import records
 from kit import tiny_models
 from kit.compiled import forwards_in_place, graphs
-from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
 
 warm = GraphCache()
@@ -51,16 +50,6 @@ def test_any_size_batch_and_prompt_after_the_first_image_compiles_nothing(small_
     assert graphs() == compiled
     assert not counters["graph_break"]
     assert fallbacks.rows() == []
-
-
-def test_first_image_of_batch_one_without_cfg_teaches_nothing_false(small_unet, sample):
-    fast_model = fast(small_unet, GraphCache())
-    assert torch.equal(sample(fast_model, 128, 128, cfg=1.0), sample(small_unet, 128, 128, cfg=1.0))
-    compiled = graphs()
-    for batch, cfg in [(1, 5.0), (3, 1.0), (9, 5.0)]:
-        arguments = dict(width=80, height=120, batch=batch, cfg=cfg, steps=1)
-        assert torch.equal(sample(fast_model, **arguments), sample(small_unet, **arguments))
-    assert graphs() == compiled
 
 
 def test_plain_model_is_bit_identical_after_an_accelerated_run(small_unet, sample):
@@ -111,16 +100,14 @@ def test_model_without_repeated_blocks_is_told_or_stops(caplog):
             Run(replace(settings, stop_on_trouble=True), warm, lease)._prepare(model, {})
 
 
-# Room for one is a special case of room for some.
-@pytest.mark.parametrize("entries", thorough_except([1, 2], 1))
-def test_budget_smaller_than_the_model_compiles_what_fits_once(sample, entries, caplog):
+def test_budget_smaller_than_the_model_compiles_what_fits_once(sample):
     model = tiny_models.small_unet(transformer_depth_output=[1, 1, 1], model_channels=64)  # three kinds
-    cache = GraphCache(max_entries=entries)
+    cache = GraphCache(max_entries=1)
     for _ in range(2):
         assert torch.equal(sample(fast(model, cache), steps=4), sample(model, steps=4))
-        assert graphs() == entries and cache.statistics()["evictions"] == 0
+        assert graphs() == 1 and cache.statistics()["evictions"] == 0
     assert {row["reason"] for row in fallbacks.rows()} == {
-        f"the graph cache is full: all block types that it may hold ({entries}) are in use"
+        "the graph cache is full: all block types that it may hold (1) are in use"
     }
 
 
@@ -183,10 +170,8 @@ def test_clones_called_by_threads_of_one_run_each_keep_their_own_layers():
         assert forwards_in_place(model.model.diffusion_model) == []
 
 
-# Both go one way: the kind has another dtype.
-@pytest.mark.parametrize("dtype", thorough_except([torch.float16, torch.bfloat16], torch.float16))
-def test_half_weights_match_eager(sample, dtype):
-    model = tiny_models.small_unet(dtype=dtype)
+def test_half_weights_match_eager(sample):
+    model = tiny_models.small_unet(dtype=torch.float16)
     assert torch.equal(sample(fast(model), 160, 240), sample(model, 160, 240))
     assert graphs() > 0
 

@@ -312,12 +312,3 @@ def test_function_that_keeps_tensors_or_count_gives_what_it_gives_uncompiled(wha
     out, expected = sampled(lambda model: accelerate(model, compiled, cache)), sampled()
     assert (out - expected).abs().max() < 1e-4 * expected.abs().max()
     assert not any("BasicTransformerBlock" in str(row) for row in fallbacks.rows())
-
-
-def test_attention_that_is_put_back_is_traced_again(flagged):
-    """A pack may put its own there for the length of a run: the model is read anew before and after."""
-    tiny, own = _unet(), core.attention_pytorch
-    tiny.assert_same()
-    for function in (like_sage, own, like_sage):
-        flagged(function)
-        tiny.assert_same()

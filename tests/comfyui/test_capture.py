@@ -104,14 +104,7 @@ def test_full_steps_of_deep_cache_share_the_one_capture_and_skipped_ones_replay_
 def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays(capturer, cache):
     model = unet()
     model_fast = fast(model, cache)
-    session = [
-        {},
-        {"width": 96},
-        {"batch": 2},
-        {"tokens": 154},
-        {"width": 80, "height": 120},
-        {"cfg": 1.0},
-    ]
+    session = [{}, {"width": 96}, {"batch": 2}, {"tokens": 154}, {"width": 80, "height": 120}, {"cfg": 1.0}]
     expected = [image(model, steps=5, **changes) for changes in session]
     for _ in range(2):
         captured = capturer.captures

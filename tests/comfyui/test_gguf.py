@@ -28,6 +28,8 @@ from kit.compiled import graphs
 from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain, saving
 from kit.tiny_encoders import ENCODERS
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 CODES = torch.arange(-128, 128).to(torch.int8)
 """The number that each byte stands for: a table, as the extension has one for its types IQ4."""
 
@@ -168,12 +170,6 @@ def patched(model: FeedForwards, *patches: tuple) -> None:
     """Have the last layer of each block add these to its weight at each use, as the extension does with LoRA."""
     for at, block in enumerate(model.blocks):
         block.net[2].weight.patches = [(list(patches), f"blocks.{at}.net.2.weight")] if patches else []
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

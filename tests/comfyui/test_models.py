@@ -79,12 +79,7 @@ ROUNDS |= dict.fromkeys(("SVD", "SV3D u", "SV3D p"), 4e-5)
 """Families where a copy made contiguous is summed in another order, and by how much of the largest value images differ
 for it: more from a noise level of 700 down. The others are equal bit for bit."""
 
-CONTROLLED_BY = {
-    "SD1.5": "ControlNet of three levels",
-    "Flux": "Flux XLabs",
-    "SD3": "SD3",
-    "Qwen-Image": "Qwen-Image",
-}
+CONTROLLED_BY = {"SD1.5": "ControlNet of three levels", "Flux": "Flux XLabs", "SD3": "SD3", "Qwen-Image": "Qwen-Image"}
 
 FURTHER = {"MiniMax H3": 1, "HiDream": 1, "HiDream-O1": 1, "Hunyuan3D 2.1": 1}
 FURTHER |= {"Stable Cascade C": 2, "Stable Cascade B": 3}

@@ -58,15 +58,11 @@ def test_model_that_another_node_compiles_is_left_to_it_and_blocks_run_compiled_
     assert len(said) == 1 and said[0].startswith("UNetModel runs without Accel: another node")
     assert "torch._dynamo" not in capfd.readouterr().err
     if accelerated_first:
+        compiled(stops := fast(model, stop_on_trouble=True))
         with pytest.raises(Trouble, match="another node compiles the model"):
-            tiny_models.sample(by_both(fast(model, stop_on_trouble=True), compiled), **SIZE)
+            tiny_models.sample(stops, **SIZE)
     for other in (model, tiny_models.small_unet(seed=5)):
         hits = cache.statistics()["hits"]
         torch.testing.assert_close(tiny_models.sample(fast(other), **SIZE), tiny_models.sample(other, **SIZE))
         assert cache.statistics()["hits"] - hits == before["hits"]
     assert cache.statistics()["compilations"] == before["compilations"]
-
-
-def by_both(model, compiled):
-    compiled(model)
-    return model

@@ -243,7 +243,7 @@ def left(name, make):
 
 PATTERNS = {
     "part bound": Pattern(
-        lambda model: patched(model, FeedForward, forward=lambda part, _: Chunks(2, 0.9).__get__(part)),
+        lambda model: patched(model, FeedForward, forward=lambda part, _: Chunks(2, 0.9).__get__(part))
     ),
     "part left": Pattern(installed=lambda model: all_of(model, torch.nn.LayerNorm, "forward", around)),
     "part with the last": Pattern(lambda model: patched(model, FeedForward, forward=with_the_last)),

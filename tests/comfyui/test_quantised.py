@@ -15,14 +15,10 @@ from kit.compiled import graphs
 from kit.quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised, saving
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 BY_KERNELS = "convrot_w4a4", "asym_w4a8_int8"
 """Their kernels are not operators of torch."""
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("full_precision", [True, False])

@@ -160,11 +160,7 @@ def lines(prompts, monkeypatch):
         "conditioning": tiny_models.conditioning(),
         "latent": {"samples": torch.zeros(1, 4, 8, 8)},
     }
-    sources = {
-        "1": give("model"),
-        "2": give("conditioning"),
-        "3": give("latent"),
-    }
+    sources = {"1": give("model"), "2": give("conditioning"), "3": give("latent")}
 
     def run(graph, last):
         prompts.run({**sources, **graph, "9": keep("latent", last)}, **things)

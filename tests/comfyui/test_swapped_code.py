@@ -14,7 +14,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from kit import tiny_models
-from kit.captures import EAGER_BLOCKS, capturing_cache
+from kit.captures import EAGER_BLOCKS
 from kit.code_swaps import Swapping, all_of, attribute, in_hooks, scaled, scaling
 from kit.compiled import graphs
 from kit.controls import CONTROLS
@@ -334,15 +334,9 @@ def test_whatever_is_swapped_in_a_model_of_core_counts_while_it_is_there(model, 
 # Captured calls
 
 
-@pytest.fixture
-def capturing(capturer):
-    """A cache in which calls are captured."""
-    return capturing_cache(capturer)[0]
-
-
 @pytest.mark.parametrize("begins", ["swapped", "plain"])
-def test_captured_call_is_replayed_only_with_the_code_that_it_was_captured_with(model, begins, capturing, capturer):
-    def run(swap, make=lambda model: accelerate(model, EAGER_BLOCKS, capturing, graphs=True)):
+def test_captured_call_is_replayed_only_with_the_code_that_it_was_captured_with(model, begins, cache, capturer):
+    def run(swap, make=lambda model: accelerate(model, EAGER_BLOCKS, cache, graphs=True)):
         with ExitStack() as stack:
             changed = stack.enter_context(PLACES["DIFFUSION_MODEL"](model, swap))[0] if swap else model
             return image(make(changed), steps=6)
@@ -354,14 +348,14 @@ def test_captured_call_is_replayed_only_with_the_code_that_it_was_captured_with(
 
 
 @pytest.mark.parametrize("when", TIMES[1:], ids=lambda when: when.__name__)
-def test_captured_calls_of_a_run_follow_the_code_from_step_to_step(model, when, capturing):
+def test_captured_calls_of_a_run_follow_the_code_from_step_to_step(model, when, cache):
     def run(make):
         with PLACES["DIFFUSION_MODEL"](model, norms_swapped, when) as (changed, _):
             return image(make(changed), steps=8)
 
     expected = run(lambda model: model)
     for _ in range(2):
-        assert torch.equal(run(lambda model: accelerate(model, EAGER_BLOCKS, capturing, graphs=True)), expected)
+        assert torch.equal(run(lambda model: accelerate(model, EAGER_BLOCKS, cache, graphs=True)), expected)
 
 
 # Other networks

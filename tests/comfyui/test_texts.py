@@ -17,10 +17,7 @@ from dev.tools.comfyui import PACK_NAME
 
 DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")
-HEADS = {
-    "en": "## Inputs\n\n| Input | What it does |\n|---|---|\n",
-    "zh": "## 输入\n\n| 输入 | 作用 |\n|---|---|\n",
-}
+HEADS = {"en": "## Inputs\n\n| Input | What it does |\n|---|---|\n", "zh": "## 输入\n\n| 输入 | 作用 |\n|---|---|\n"}
 """What the table of inputs begins with."""
 HELP = "{name}/{language}.md"
 """Where ComfyUI's page looks first; a file that is not there is an error in its console."""

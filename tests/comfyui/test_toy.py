@@ -10,16 +10,8 @@ import torch
 
 from dev import ROOT
 
-NETWORKS = ("unet", "dit", "mmdit", "vpred")
 
-
-@pytest.fixture(scope="module", params=NETWORKS)
-def network(request):
-    from dev.bench import toy
-
-    return request.param, toy.load(request.param)
-
-
+@pytest.mark.parametrize("network", ["unet", "dit", "mmdit", "vpred"])
 def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -28,7 +20,7 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
     from dev.bench.deepcache import skip_steps
     from dev.bench.flops import Flops
 
-    _, patcher = network
+    patcher = toy.load(network)
     flops = Flops(patcher.model.diffusion_model)
 
     def taken(model, steps):

@@ -6,9 +6,7 @@ import torch
 from comfy_accel.accel import accelerate_pipeline
 from comfy_accel.accel.cache.graph_cache import shared
 from comfy_accel.accel.core.fallbacks import fallbacks
-from diffusers.models.attention_processor import (
-    SD3IPAdapterJointAttnProcessor2_0,
-)
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.embeddings import IPAdapterTimeImageProjection
 from kit import deep_transformers, tiny_pipelines
 from kit.compiled import graphs

@@ -7,16 +7,9 @@ from comfy_accel.accel import accelerate_pipeline, restore
 from comfy_accel.accel.cache.graph_cache import shared
 from comfy_accel.accel.core.fallbacks import fallbacks
 from kit import deep_transformers
+from kit.blocks import Stored
 from kit.compiled import graphs
 from torch import nn
-
-
-class Stored(nn.Parameter):
-    """A weight that only its layer understands, as bitsandbytes' are."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 class StandIn(nn.Linear):
@@ -127,11 +120,8 @@ def test_all_blocks_of_quantised_weights_are_compiled_once(form):
     assert torch.equal(images(pipe)[0], plain[0])
 
 
-WITH_LORA = list(FORMS)
-
-
 @pytest.mark.thorough  # tests/comfyui/test_partial_load.py and test_gguf.py have quick ones of the same layers
-@pytest.mark.parametrize("form", WITH_LORA)
+@pytest.mark.parametrize("form", FORMS)
 def test_lora_on_quantised_weights_makes_one_graph_a_kind_for_every_strength(form):
     shared.clear()
     pipe = pipeline(form)

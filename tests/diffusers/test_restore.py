@@ -77,18 +77,6 @@ def test_restored_pipeline_is_what_it_was_to_the_bit(pipe, tmp_path, deep_cache)
     assert restore(pipe) is pipe and state(pipe) == before  # once more does no harm
 
 
-def test_last_call_counts_and_one_restore_undoes_all(pipe):
-    image(pipe)  # it notes things down on itself
-    before = state(pipe)
-    accelerate_pipeline(pipe, **FAST)
-    accelerate_pipeline(pipe, ignores=("unet", "vae"), backend="eager")
-    eager_image(pipe)
-    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings())
-    compiled_image(pipe)
-    restore(pipe)
-    assert state(pipe) == before
-
-
 def test_context_leaves_the_pipeline_as_it_was_before_it(pipe):
     image(pipe)
     before = state(pipe)

@@ -12,10 +12,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers import transformer_flux
-from diffusers.models.transformers.transformer_flux import (
-    FluxAttention,
-    FluxSingleTransformerBlock,
-)
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxSingleTransformerBlock
 from kit import deep_transformers
 from kit import pipeline_zoo as zoo
 from kit.code_swaps import all_of, attribute, in_hooks, item, scaling

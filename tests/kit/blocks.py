@@ -1,8 +1,8 @@
 """Doubles that many unit tests share; no ComfyUI here.
 
 What is compiled (`Block`, `model_of`), what stands in for it in a run (`runner`, `runners`, `layers_of`), weights of a
-class of their own (`Wrapped`), other packs' functions (`of_a_pack`), why calls ran uncompiled (`reasons`), what a host
-raises (`Stop`), what is told meanwhile (`heard`), and Python in a process of its own.
+class of their own (`Wrapped`, `Stored`), other packs' functions (`of_a_pack`), why calls ran uncompiled (`reasons`),
+what a host raises (`Stop`), what is told meanwhile (`heard`), and Python in a process of its own.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ class Model(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Stored(torch.nn.Parameter):
+    """Bytes that only their layer understands, with what it keeps beside them: as bitsandbytes' weights."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 def model_of(*blocks: torch.nn.Module) -> Model:

@@ -301,10 +301,7 @@ FAMILIES = {
     "Wan 2.2 14B i2v": TinyFamily(
         _family("WAN21_T2V", {**_WAN.config, "in_dim": 36, "out_dim": 16}),
         VIDEO,
-        lambda shapes, noise: {
-            "concat_latent_image": noise(1, *shapes[0]),
-            "concat_mask": noise(1, 1, *shapes[0][1:]),
-        },
+        lambda shapes, noise: {"concat_latent_image": noise(1, *shapes[0]), "concat_mask": noise(1, 1, *shapes[0][1:])},
     ),
     "Wan 2.2 5B": TinyFamily(_WAN_5B, (((48, 3, 8, 8),), ((48, 2, 6, 10),))),
     "Wan 2.2 5B ti2v": TinyFamily(_WAN_5B, (((48, 3, 8, 8),), ((48, 2, 6, 10),)), mask=first_frame_given),

@@ -115,18 +115,6 @@ def test_nothing_that_a_user_of_comfyui_downloads_needs_the_fleet():
     assert "fleet/" in (root / ".comfyignore").read_text(encoding="utf-8").split()
 
 
-def test_documents_name_files_that_there_are():
-    """Paths in backticks: of the repository, or of the engine where they begin with one of its packages."""
-    root = ENGINE.parent
-    missing = [
-        (document, path)
-        for document in ("docs/architecture.md", "CONTRIBUTING.md", "docs/lab/captured-calls.md")
-        for path in re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md|json|js))", (root / document).read_text(encoding="utf-8"))
-        if not (root / path).is_file() and not (ENGINE / path).is_file()
-    ]
-    assert missing == []
-
-
 def lines(folder: str) -> int:
     ends = (".js",) if folder == "web" else (".py",)
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in _files(folder, ends))

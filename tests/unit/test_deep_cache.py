@@ -20,10 +20,7 @@ LEVELS = tuple(math.tan(1.5 * (1 - step / 20)) for step in range(21))
         ({"start_percent": -0.1}, "start_percent -0.1 is outside 0.0 to 1.0."),
         ({"end_percent": 1.5}, "end_percent 1.5 is outside 0.0 to 1.0."),
         ({"end_percent": float("nan")}, "end_percent nan is outside 0.0 to 1.0."),
-        (
-            {"start_percent": 0.8, "end_percent": 0.2},
-            "start_percent (0.8) must not be above end_percent (0.2).",
-        ),
+        ({"start_percent": 0.8, "end_percent": 0.2}, "start_percent (0.8) must not be above end_percent (0.2)."),
         ({"quality": 0.0}, "quality 0.0 is not a number of dB above 0."),
         ({"quality": float("nan")}, "quality nan is not a number of dB above 0."),
     ],

@@ -32,3 +32,7 @@ def test_links_and_named_files_are_there(page):
         assert not anchor or anchor in anchors(file), link
     for name in re.findall(r"(?:tests/\w+/)?\btest_\w+\.py\b", text):
         assert any(f"/{path}".endswith(f"/{name}") for path in TRACKED), name
+    # In backticks: of the repository, or of the engine where they begin with one of its packages.
+    if page.name in ("architecture.md", "CONTRIBUTING.md", "captured-calls.md"):
+        paths = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md|json|js))", text)
+        assert [path for path in paths if not ((ROOT / path).is_file() or (ROOT / "accel" / path).is_file())] == []

@@ -13,18 +13,10 @@ from comfy_accel.accel.modules import host_calls
 from comfy_accel.accel.modules.substitution import Order, substitute
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import GraphStore
-from kit.blocks import heard, layers_of, model_of, of_a_pack, reasons
+from kit.blocks import Stored, heard, layers_of, model_of, of_a_pack, reasons
 from torch import nn
 
 WIDTH = 8
-
-
-class Stored(nn.Parameter):
-    """Bytes with a state beside them that only its layer understands, as bitsandbytes' weights are."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 class StoredLinear(nn.Linear):

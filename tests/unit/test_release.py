@@ -19,19 +19,13 @@ def test_what_the_registry_forbids_is_nowhere_and_would_be_named(tmp_path):
     assert all(rule in said for rule in ("S102", "S307", "E702"))
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """What `comfy node pack` makes: all that git tracks but for what .comfyignore names."""
+def test_the_package_is_small_and_whole(tmp_path):
+    """Packed as `comfy node pack` does: all that git tracks but for what .comfyignore names."""
     names = release.packed()
     if not names:
         pytest.skip("this copy of the repository has no git history")
-    made = tmp_path_factory.mktemp("pack") / "node.zip"
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(tmp_path / "node.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(names):
             if (ROOT / name).is_file():
                 archive.write(ROOT / name, name)
-    return made
-
-
-def test_the_package_is_small_and_whole(packed):
-    assert list(release.contents(packed)) == []
+    assert list(release.contents(tmp_path / "node.zip")) == []

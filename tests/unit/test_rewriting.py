@@ -176,10 +176,7 @@ def test_kernels_compute_what_torch_does():
     answers = iter(interpreted(kernels, str(KERNELS), calls))
     for x, weight, bias, by_channel, by_image in given:
         of = [part.double() for part in (x, weight, bias, by_channel, by_image)]
-        exact = (
-            norm(*of[:3], 32, 1e-5, True, *of[3:]),
-            norm(*of[:3], 32, 1e-5, False),
-        )
+        exact = (norm(*of[:3], 32, 1e-5, True, *of[3:]), norm(*of[:3], 32, 1e-5, False))
         tolerance = 2 * torch.finfo(x.dtype).eps
         for expected in exact:
             actual = next(answers)

@@ -21,8 +21,7 @@ def server(home):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [("off", None), ("OFF", None), ("", "graphs"), ("/x/y", "/x/y"), ('"/x/y"', "/x/y")],
+    ("value", "expected"), [("off", None), ("OFF", None), ("", "graphs"), ("/x/y", "/x/y"), ('"/x/y"', "/x/y")]
 )
 def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypatch, value, expected):
     monkeypatch.setenv(location.VARIABLE, value)
