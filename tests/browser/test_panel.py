@@ -325,6 +325,7 @@ def test_cuda_graphs_are_turned_on_and_off_where_there_is_a_choice(page, given, 
             assert section.is_hidden()
         else:
             section.get_by_text(said).wait_for()
+            section.get_by_role("button").nth(len(buttons)).wait_for(state="detached")  # of the answer before
             assert section.get_by_role("button").all_inner_texts() == list(buttons)
         if given is OFF:
             screenshot(page, "graphs-in-panel")

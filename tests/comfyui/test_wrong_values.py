@@ -60,5 +60,4 @@ def test_only_the_wrong_input_is_marked(name, wrong, value, registered):
 def test_a_wrong_text_is_refused_by_name(wrong, value, said, registered):
     """ComfyUI marks all three inputs, which are judged together: the sentence says which one is meant."""
     assert wrong in marked("AccelWarmUpGraphs", {wrong: value})
-    values = {"sizes": "512x512", "batches": "1", "prompt_lengths": "", wrong: value}
-    assert said in RIGHT["AccelWarmUpGraphs"].validate_inputs(**values)
+    assert said in RIGHT["AccelWarmUpGraphs"].validate_inputs(**{"sizes": "512x512", wrong: value})
