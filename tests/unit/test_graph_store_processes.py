@@ -39,13 +39,13 @@ def test_process_killed_while_it_saves_leaves_a_store_that_works(tmp_path):
     assert len(stems) > 1
 
 
-def test_new_process_neither_traces_nor_compiles_nor_imports_the_compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
-    first = json.loads(store_process.told(tmp_path))
-    # Nothing of torch's own caches is left for the second, and no compiler.
-    code = f"from kit import store_process; print(store_process.told({str(tmp_path)!r}))"
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "second"), "CXX": "missing"}
-    second = json.loads(in_new_process(code, **environment).splitlines()[-1])
+def test_new_process_neither_traces_nor_compiles_nor_imports_the_compiler(tmp_path):
+    def told(folder, **environment):
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / folder)
+        code = f"from kit import store_process; print(store_process.told({str(tmp_path)!r}))"
+        return json.loads(in_new_process(code, **environment, OMP_NUM_THREADS="1").splitlines()[-1])
+
+    first, second = told("first"), told("second", CXX="missing")  # with none of torch's own caches, and no compiler
     assert (first["compilations"], first["loaded"]) == (1, 0)
     assert first["uncompiled"] == second["uncompiled"] == []
     assert (second["compilations"], second["loaded"], second["traced"]) == (0, 1, 0)
