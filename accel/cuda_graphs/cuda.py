@@ -210,7 +210,7 @@ class CudaCapturer:
 
 
 def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
-    """What the call returns, made inside `capture`. Where leaving `capture` raises too, the call's own exception is
+    """The result of the call, made inside `capture`. Where leaving `capture` raises too, the call's own exception is
     raised: it says what invalidated the capture, and may be the user's interrupt."""
     cause = None
     try:

@@ -234,7 +234,7 @@ class ModelCapture:
     # From the first call of a key to its capture
 
     def _warm_up(self, call: Call, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What the eager call returns, after the next step towards its capture."""
+        """The result of the eager call, after the next step towards its capture."""
         key, device = call.key, call.device
         progress, entry = self._progress[key], self._cache.get(key)
         held = self._held

@@ -112,7 +112,7 @@ class CapturedCall:
         return self._eager_calls
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the call returns for these inputs, in tensors of its own, by a replay with the capturer's lock held."""
+        """The result of the call for these inputs, replayed into new tensors. The capturer's lock must be held."""
         if self._graph is None:
             raise RuntimeError("its model was unloaded")
         self._buffers.fill(tensors)

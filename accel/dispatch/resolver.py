@@ -93,7 +93,7 @@ class CodePending(RunEagerly):
 
 @dataclass(frozen=True)
 class BlocksRun:
-    """What the runners of a model's blocks have in common in one run.
+    """Settings, cache and callbacks that the runners of a model's blocks share in one run.
 
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed. ask: as for `Host`.
     lease: keeps the run's graphs in the cache; None outside of a run.

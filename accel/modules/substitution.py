@@ -12,13 +12,12 @@ import operator
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.reasons import RunEagerly
 from ..core.torch_internals import allow_inlining
 
 Forward = Callable[..., Any]
@@ -108,34 +107,6 @@ def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: A
         if thread is None or thread == here:
             forward = functools.partial(layer, forward)
     return forward(*args, **kwargs)
-
-
-def leave_recording(layer: Layer, outside: Outside) -> Layer:
-    """The layer, whose own work is done in the context; the forwards further inwards run as the host has them run."""
-
-    def call(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-        try:
-            context = outside()
-        except RunEagerly:
-            return inner(*args, **kwargs)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal context
-            context.__exit__(None, None, None)
-            context = nullcontext()  # there may be none to come back to
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                context = outside()
-                context.__enter__()
-
-        context.__enter__()
-        try:
-            return layer(forward, *args, **kwargs)
-        finally:
-            context.__exit__(None, None, None)
-
-    return call
 
 
 def has_foreign_forward(module: torch.nn.Module) -> bool:

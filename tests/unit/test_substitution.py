@@ -1,17 +1,14 @@
 """Stand-ins: order of layers, and modules put back exactly, whatever ends the call."""
 
 import sys
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.modules.substitution import (
     Order,
     StandIn,
     Substitution,
     has_foreign_forward,
-    leave_recording,
     substitute,
 )
 
@@ -150,49 +147,6 @@ def test_context_is_entered_where_somebody_has_put_a_forward_over_its_own():
         with again.put_in_place():
             assert module(1) == 210
         assert module.__dict__["forward"] is late and module(1) == 21
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (None, ["in", "before", "out", "inner", "in", "out", "inner", "in", "after", "out"]),
-        (KeyboardInterrupt, ["in", "before", "out", "inner", "in", "after", "out"]),
-    ],
-)
-def test_layer_works_outside_and_what_it_calls_does_not(error, expected):
-    said = []
-
-    @contextmanager
-    def outside():
-        said.append("in")
-        try:
-            yield
-        finally:
-            said.append("out")
-
-    def inner(x):
-        said.append("inner")
-        if error is not None:
-            raise error
-        return x
-
-    def layer(inner, x):
-        said.append("before")
-        try:
-            return inner(inner(x))
-        finally:
-            said.append("after")
-
-    with nullcontext() if error is None else pytest.raises(error):
-        assert leave_recording(layer, outside)(inner, 1) == 1
-    assert said == expected
-
-
-def test_layer_that_cannot_be_outside_lets_the_call_pass():
-    def nowhere():
-        raise RunEagerly(Reason("captured_around"))
-
-    assert leave_recording(times_ten, nowhere)(lambda x: x, 3) == 3
 
 
 def around(kept):

@@ -148,7 +148,7 @@ class Ignored(frozenset):
 
 
 class Asked(Ignored):
-    """The same for one reading of code. opaque: (module, name) of an uncapturable function that this code calls."""
+    """`Ignored` for one reading of code. opaque: (module, name) of an uncapturable function that it calls."""
 
     opaque: tuple[str, str] | None = None
 
