@@ -30,7 +30,6 @@ SHOWN = (("unet", 53), ("unet", 55), ("mmdit", 50), ("mmdit", 52))
 """Networks and seeds of the sheet."""
 SHEET = {"sampler": "euler", "steps": 30, "cfg": 4.0}
 
-
 # 160x240 is what 720x960 is to a full model: its latent of 20x30 halves to 10x15 and then to 5x8, not to 5x7.5.
 CASES = (Case(192, 128), Case(160, 240), Case(128, 192), Case(192, 128, batch=2))
 
@@ -192,7 +191,8 @@ def sample_balanced(sheet: Path) -> str:
             count = max(1, round(share * steps))
             fewer, _ = bench.sample(bench.model, **{**SHEET, "steps": count}, seed=seed)
         skipped_db, fewer_db = (similarity.decibels(latent, plain) for latent in (skipped, fewer))
-        labels = f"{steps} steps", f"Balanced: {skipped_db:.0f} dB", f"{count} steps: {fewer_db:.0f} dB"
+        skips = f"Balanced, {1 - share:.0%} skipped: {skipped_db:.0f} dB"
+        labels = f"Plain, {steps} steps", skips, f"Plain, {count} steps: {fewer_db:.0f} dB"
         latents = (plain, skipped, fewer)
         columns.append([(label, pictures.strip(toy.view(made))) for label, made in zip(labels, latents, strict=True)])
         found.append((share, skipped_db, fewer_db))

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 MARGIN, LINE = 12, 16
 """Of a contact sheet: pixels between images, and of a label."""
 
-ZOOM = 4
+ZOOM = 8
 """Of latents' views, which are small."""
 
 FINE = 2
