@@ -313,21 +313,9 @@ class Saved:
 
 
 def _read_facts(stored: dict[str, Any]) -> Facts:
-    try:
-        return Facts(
-            static_ones=tuple((int(index), int(dimension)) for index, dimension in stored["static_ones"]),
-            weights=int(stored["weights"]),
-            changed=tuple(int(index) for index in stored["changed"]),
-            dynamic=bool(stored["dynamic"]),
-            values=tuple(str(value) for value in stored["values"]),
-            fixed=_read_sizes(stored["fixed"]),
-            grown=_read_sizes(stored["grown"]),
-            ones=tuple((_read_sizes(sizes), str(asked)) for sizes, asked in stored["ones"]),
-            asked=str(stored["asked"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        raise BadEntry("its manifest is damaged") from None
+    """The facts of a graph of this very engine, whose tuples JSON has as lists."""
+    return Facts(**{name: _to_tuples(value) for name, value in stored.items()})
 
 
-def _read_sizes(stored: Any) -> tuple[tuple[int, int, int], ...]:
-    return tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored)
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value

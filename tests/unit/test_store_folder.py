@@ -182,24 +182,3 @@ def test_file_that_cannot_be_deleted_stops_no_pruning(folder, monkeypatch):
 def test_text_of_anybody_is_made_printable():
     assert store_entry.printable("a\x1b[2J\x07b\u202e c\n\td") == "a?[2J?b? c d"
     assert len(store_entry.printable("x" * 10**6)) == 300
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"environment": {"torch": 5}},
-        {"environment": []},
-        {"facts": 3},
-        {"size": -1},
-        {"size": store_entry.LARGEST_DATA + 1},
-        {"size": True},
-        {"sha256": "ab"},
-        {"key": "a" * 65},
-        {"key": "../x"},
-    ],
-)
-def test_manifest_that_says_what_cannot_be_is_not_written_nor_read(folder, fields):
-    good = vars(store_entry.describe("a" * 24, "Block", {}, {}, b""))
-    with pytest.raises(store_entry.BadEntry):
-        store_entry.write(folder, store_entry.Manifest(**{**good, **fields}), b"")
-    assert list(folder.files()) == []
