@@ -6,12 +6,11 @@ import torch
 
 
 class HostCopy:
-    """A small tensor on its way to the host, from a CUDA device beside the device's work. is_later: whether the host
-    would wait for the device if it read it at once."""
+    """A small tensor on its way to the host, from a CUDA device beside the device's work."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.is_later, self._tensor = tensor.is_cuda, tensor
-        if self.is_later:
+        self._tensor, self._event = tensor, None
+        if tensor.is_cuda:
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -19,7 +18,7 @@ class HostCopy:
 
     def has_come(self) -> bool:
         """Whether `read` returns at once."""
-        return not self.is_later or self._event.query()
+        return self._event is None or self._event.query()
 
     def read(self) -> torch.Tensor:
         """The tensor, on the CPU."""

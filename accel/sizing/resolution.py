@@ -28,15 +28,6 @@ class Size:
         return f"{self.width}×{self.height}"
 
 
-def safe_multiple(scale: int, downsamplings: int = 0, patch: int = 1) -> int:
-    """The multiple of pixels at which no level of a model rounds its size.
-
-    scale: pixels a side per latent element. downsamplings: how often the model halves the latent.
-    patch: latent elements a side per token.
-    """
-    return scale * patch * 2**downsamplings
-
-
 def snap(asked: Size, multiple: int) -> Size:
     """The size nearest to `asked` whose sides are multiples of `multiple`, at least one each; ties go up.
 

@@ -120,7 +120,7 @@ def test_pipelines_that_share_a_model_have_runs_of_their_own(pipe, plain, cached
     assert not is_kept()
 
 
-def test_images_within_images_and_contexts_within_contexts(pipe, cached, counts):
+def test_image_of_another_pipeline_within_one(pipe, cached, counts):
     other = diffusers.StableDiffusion3Pipeline(**{**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)})
     other.set_progress_bar_config(disable=True)
 
@@ -130,9 +130,7 @@ def test_images_within_images_and_contexts_within_contexts(pipe, cached, counts)
 
     with deep_cache(pipe, EVERY_THIRD), deep_cache(other, EVERY_THIRD):
         assert torch.equal(sample(pipe, **SMALL, callback_on_step_end=another), cached)
-        with deep_cache(pipe, every(4)):
-            sample(pipe, **SMALL)
-    assert counts == [CACHED] * 3
+    assert counts == [CACHED] * 2
 
 
 # Compiled too

@@ -1,7 +1,7 @@
 """Size arithmetic: examples that can be checked by hand, and properties over all sizes."""
 
 import pytest
-from comfy_accel.accel.sizing.resolution import Size, change, safe_multiple, snap
+from comfy_accel.accel.sizing.resolution import Size, change, snap
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,5 +38,3 @@ def test_a_side_moves_no_further_than_half_a_multiple_and_stays_where_it_is_righ
 def test_latent_and_multiple_come_from_the_scale():
     assert Size(704, 960).latent(8) == (120, 88)
     assert Size(704, 960).latent(16) == (60, 44)
-    assert safe_multiple(8, downsamplings=3) == 64
-    assert safe_multiple(8, patch=2) == 16

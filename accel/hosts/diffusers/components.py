@@ -82,19 +82,12 @@ def disable_idle_hooks(model: torch.nn.Module) -> Iterator[None]:
     taken = []
     for part in model.modules():
         hooks = part.__dict__.get("_forward_hooks") or {}
-        idle = {key: hook for key, hook in hooks.items() if _is_idle(hook)}
-        if idle:
-            taken.append((hooks, dict(hooks)))
-            for key in idle:
-                del hooks[key]
+        taken.append((hooks, {key: hooks.pop(key) for key in [key for key, hook in hooks.items() if _is_idle(hook)]}))
     try:
         yield
     finally:
-        for hooks, before in taken:
-            added = {key: hook for key, hook in hooks.items() if key not in before}
-            removed = {key for key, hook in before.items() if key not in hooks and not _is_idle(hook)}
-            hooks.clear()
-            hooks.update({key: hook for key, hook in {**before, **added}.items() if key not in removed})
+        for hooks, idle in taken:
+            hooks.update(idle)  # behind others' of the part, of which they note what comes out
 
 
 def _is_idle(hook: Any) -> bool:

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,9 +31,6 @@ _TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument that says w
 _PLAIN_STEP = ("model_output", "timestep", "sample", "eta", "generator", "return_dict")
 """Arguments of a scheduler's step that change nothing of how predictions reach its later latents, as long as it adds no
 noise."""
-
-_called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_called", default=())
-"""Models that are in a cached call. Where the contexts of several pipelines share a model, the innermost one caches."""
 
 
 @contextmanager
@@ -93,7 +89,7 @@ class _Image:
     def __init__(self, pipe: Any, settings: DeepCacheSettings):
         self._pipe, self._settings = pipe, settings
         self._schedule: PipelineSchedule | None = None
-        self._unknown_timesteps: Any = None  # the scheduler's timesteps where no schedule could be made of them
+        self._timesteps: Any = None  # the scheduler's, of which this is the schedule, if one could be made
         self._run: DeepCacheRun | None = None
         self._evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
@@ -108,8 +104,6 @@ class _Image:
     @torch.compiler.disable
     def call(self, model: torch.nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
         """One call of a model; in a skipped step, the output of the last full one, which `begin_step` corrects."""
-        if model in _called.get():
-            return inner(*args, **kwargs)
         named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type]  # a class is hashable
         timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
         # What guides by gradients needs a call that leads back to the latent.
@@ -124,11 +118,7 @@ class _Image:
             return self._returned[place][1]
         if not self._is_held:  # what was held cannot be called any more
             self._run.keep_full()
-        before = _called.set((*_called.get(), model))
-        try:
-            out = inner(*args, **kwargs)
-        finally:
-            _called.reset(before)
+        out = inner(*args, **kwargs)
         self._returned[place:] = [(layout, out)]
         parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else ()
         if sum(isinstance(part, torch.Tensor) for part in parts) > 1:
@@ -200,15 +190,12 @@ class _Image:
         """The current image's schedule; None where it cannot be read."""
         scheduler = getattr(self._pipe, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
-        if timesteps is None or timesteps is self._unknown_timesteps:
-            return None
-        known = self._schedule  # a scheduler makes new timesteps for every image
-        if known is None or known.scheduler is not scheduler or known.timesteps is not timesteps:
+        if timesteps is not self._timesteps:  # a scheduler makes new ones for every image, and each part of a video
             self._end_run()
+            self._schedule, self._timesteps = None, timesteps
             try:
                 self._schedule = PipelineSchedule(scheduler)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                self._schedule, self._unknown_timesteps = None, timesteps
                 message = "DeepCache: %s has a schedule that it does not understand (%s); every step runs in full."
                 log.warning(message, type(scheduler).__name__, error)
         return self._schedule

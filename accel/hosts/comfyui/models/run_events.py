@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ def run_events(executor: Any, arguments: Sequence[Any], key: str, **facts: Any) 
     finally:
         options.pop(key, None)
         options.update(before)
-        share = _find_loaded_share(guider)
+        share = _ask("how much of the model is loaded", lambda: _find_loaded_share(guider.model_patcher))
         emit("run_end", owner=id(guider), failed=failed, steps_done=steps_done, loaded_share=share)
 
 
@@ -62,25 +62,19 @@ def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tu
     return tuple(Use(run["model"], tuple(sizes), batch, context) for context in tuple(contexts) or (None,))
 
 
-def _find_loaded_share(guider: Any) -> float | None:
-    """The fraction of the weights that is on the device; None if it is unknown."""
-    patcher = getattr(guider, "model_patcher", None)
+def _ask(what: str, ask: Callable[[], Any]) -> Any:
+    """What another pack's patcher or model says; None where it cannot be asked, and a hint is lost."""
     try:
-        whole, there = patcher.model_size(), patcher.loaded_size()
-    except Exception as error:  # from another pack's patcher; only a hint is lost
-        log.debug("how much of the model is loaded is not known: %s", error)
+        return ask()
+    except Exception as error:
+        log.debug("%s is not known: %s", what, error)
         return None
-    return there / whole if whole else None
 
 
-def _find_pixels(patcher: Any, latent: Sequence[int]) -> tuple[int, int] | None:
-    """Width and height of the image, or of a video's frames; None for sound, 3D, and what is no latent."""
-    try:
-        scale = latent_layout(patcher).scale
-    except Exception as error:  # from another pack's patcher; only a hint is lost
-        log.debug("the size in pixels is not known: %s", error)
-        return None
-    return (latent[-1] * scale, latent[-2] * scale) if len(latent) > 3 else None
+def _find_loaded_share(patcher: Any) -> float | None:
+    """The fraction of the weights that is on the device."""
+    whole = patcher.model_size()
+    return patcher.loaded_size() / whole if whole else None
 
 
 def _describe_sampling(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
@@ -88,11 +82,12 @@ def _describe_sampling(executor: Any, arguments: Sequence[Any]) -> dict[str, Any
     function = getattr(sampler, "sampler_function", None)
     patcher = getattr(executor.class_obj, "model_patcher", None)
     latent = tuple(noise.shape) if isinstance(noise, torch.Tensor) else ()
+    scale = _ask("the size in pixels", lambda: latent_layout(patcher).scale)  # none for sound and 3D
     return {
         "model": family_name(patcher),
         "prompt": get_prompt_id(),
         "latent": latent,
-        "pixels": _find_pixels(patcher, latent),
+        "pixels": (latent[-1] * scale, latent[-2] * scale) if scale and len(latent) > 3 else None,
         "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,
         "sampler": None if function is None else getattr(function, "__name__", "").removeprefix("sample_") or None,
     }

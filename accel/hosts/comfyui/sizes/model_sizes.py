@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ....sizing.resolution import Size, safe_multiple
+from ....sizing.resolution import Size
 from ..versions import latent_scale
 
 SAFE_FOR_ANY_UNET = 64
@@ -56,9 +56,9 @@ def model_multiple(model: Any) -> int:
         # Strided convolutions, or pooling.
         strides = [[getattr(part, "stride", 1) for part in block.modules()] for block in network.input_blocks]
         halvings = sum(any((one[-1] if isinstance(one, tuple) else one) > 1 for one in each) for each in strides)
-        return safe_multiple(scale, downsamplings=halvings)
+        return scale * 2**halvings
     patch = _find_patch_size(network)
-    return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
+    return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else scale * patch
 
 
 def family_name(model: Any) -> str:
