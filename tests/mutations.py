@@ -112,8 +112,8 @@ TABLE = r'''
 +    if not urllib.parse.urlsplit(origin).scheme:
 # VAE compiled though its node says skip
 @ comfyui/test_vae.py::test_a_skipped_vae_is_compiled_in_no_call_even_if_somebody_asked_for_it
--    return nullcontext() if set_stance is None else set_stance("force_eager")
-+    return nullcontext()
+-lambda view: set_stance("force_eager")
++nullcontext
 # graph used on another device
 @ unit/test_kinds.py::test_tensors_of_another_type_device_or_layout_have_another_spec
 -return TensorSpec(tensor.dtype, tensor.device, tensor.ndim, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +79,6 @@ class Entry:
         self.hits = self.calls
         self.graphs.clear()
         self._benchmarks.clear()
-
-    def note_uses(self, uses: Iterable[Use]) -> None:
-        """Remember these uses as the latest, without duplicates."""
-        self.uses = tuple(dict.fromkeys((*uses, *reversed(self.uses))))[:_MOST_USES][::-1]
 
     @functools.cached_property
     def id(self) -> str:
@@ -161,5 +157,5 @@ class Lease:
             since = count - by_size.get(size, 0)
             if since:
                 self.measured[size] = self.measured.get(size, 0) + since
-        entry.note_uses(self.uses)
+        entry.uses = tuple(dict.fromkeys((*self.uses, *reversed(entry.uses))))[:_MOST_USES][::-1]
         self.keys[entry.key] = 0, 0.0, {}  # the same key may get a new entry

@@ -215,14 +215,6 @@ class GraphCache:
         with self._lock:
             return self._drop(key)
 
-    def evict_named(self, entry_id: str) -> int | None:
-        """Drop the entry with this `Entry.id`; the bytes freed, or None if there is no such entry."""
-        entry = next((entry for entry in self.entries() if entry.id == entry_id), None)
-        if entry is None:
-            return None
-        freed = entry.nbytes
-        return freed if self.evict(entry.key) else None
-
     def clear(self) -> int:
         """Drop every entry; the number dropped."""
         with self._lock:

@@ -154,7 +154,7 @@ class _Reads:
             return reader == _PACKAGE or self._notes.has(holder, name)
         if isinstance(holder, type):
             return self._is_class_watched(holder, name)
-        if is_of_library(type(holder).__module__) and self._notes.has_setting(name):
+        if is_of_library(type(holder).__module__) and name in self._notes.settings:
             return True
         state = getattr(holder, "__dict__", None)
         if not isinstance(state, dict):

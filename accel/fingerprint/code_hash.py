@@ -218,7 +218,7 @@ class CodeReader:
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
         settings = read_settings({*attributes, "get_default_dtype"})  # of which code makes tensors
-        self.notes.watch_settings(name for name, *_ in settings)
+        self.notes.settings.update(name for name, *_ in settings)
         described.append(settings)
         packages = {package_of(cls.__module__) for cls in classes}
         for called in reached:
@@ -296,7 +296,8 @@ class _Function:
             self.references.add_source_of(cls)
         self.opaque.update((0, "", what) for what in self.references.opaque)
         self.calls: list[types.FunctionType] = []
-        for call in self.references.all_functions():
+        of_classes = (function for cls in self.references.classes for _, function in methods_of(cls, reader.notes))
+        for call in (*self.references.functions, *of_classes):
             # Of a library's wrapper, such as `contextlib.contextmanager` makes, what it wraps.
             wrapped = (inner for _, value in read_held_values(call) for inner in functions_in(value))
             self.calls += filter(_is_followed, [call] if _is_followed(call) else wrapped)

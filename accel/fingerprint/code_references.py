@@ -198,11 +198,6 @@ class CodeReferences(References):
             self.notes.watch_items(container)
         return sorted(described + beside) if described or is_whole else []
 
-    def all_functions(self) -> Iterator[types.FunctionType]:
-        yield from self.functions
-        for cls in self.classes:
-            yield from (function for _, function in methods_of(cls, self.notes))
-
 
 def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set[str], list[types.CodeType]]:
     """What these codes, which have an object of the class, may read of it: the names in them and in the methods that

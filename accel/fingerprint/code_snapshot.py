@@ -45,6 +45,7 @@ class CodeNotes:
         self._containers: dict[int, dict | list | set] = {}
         self._parts: dict[tuple[Callable, int], Any] = {}
         self.settings: set[str] = set()
+        """Names by which code may ask how torch is set (`read_settings`); other answers invalidate."""
         self._ignored: set[tuple[int, Any]] = set()
 
     def watch(self, namespace: Any, name: Any) -> None:
@@ -88,10 +89,6 @@ class CodeNotes:
         if not tensor.is_inference():  # those count no changes
             self._parts[_version, id(tensor)] = tensor
 
-    def watch_settings(self, names: Iterable[str]) -> None:
-        """Invalidate when torch is set otherwise, as far as code with these names may ask (`read_settings`)."""
-        self.settings.update(names)
-
     def ignore(self, namespace: Any, name: Any) -> None:
         """Watch no longer what changes as the code runs, and decides nothing."""
         self._ignored.add((id(namespace), name))
@@ -102,9 +99,6 @@ class CodeNotes:
             return id(namespace) in self._containers
         place = id(namespace), name
         return place not in self._ignored and (place in self._named or place in self._hiding)
-
-    def has_setting(self, name: Any) -> bool:
-        return name in self.settings
 
     def has_part(self, value: types.FunctionType | types.CellType) -> bool:
         """Whether other code in the function, or another value in the cell, invalidates."""

@@ -16,10 +16,6 @@ class Size:
     width: int
     height: int
 
-    @property
-    def pixels(self) -> int:
-        return self.width * self.height
-
     def latent(self, scale: int) -> tuple[int, int]:
         """(height, width) of the latent, at `scale` pixels a side per element."""
         return self.height // scale, self.width // scale

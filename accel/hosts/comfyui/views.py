@@ -20,13 +20,8 @@ _VAE_CALLS = ("decode", "encode")  # prefixes of the methods that run a VAE (suc
 
 def make_uncompiled_vae(vae: Any) -> Any:
     """A VAE with the same weights that runs uncompiled, whatever else compiles it; the given VAE is unchanged."""
-    return make_view(copy.copy(vae), _VAE_CALLS, _disable_compilation)
-
-
-def _disable_compilation(view: Any) -> AbstractContextManager:
-    """A context in which functions wrapped in torch.compile run eagerly (torch 2.6 and later)."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if set_stance is None else set_stance("force_eager")
+    set_stance = getattr(torch.compiler, "set_stance", nullcontext)  # came in torch 2.6
+    return make_view(copy.copy(vae), _VAE_CALLS, lambda view: set_stance("force_eager"))
 
 
 def make_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:

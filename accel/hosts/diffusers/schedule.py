@@ -84,18 +84,15 @@ class PipelineSchedule:
                 found += sorted(near, key=far.__getitem__)
         if due in found:
             return due
-        return None if self._has_counted or not found else found[0]
-
-    @property
-    def _has_counted(self) -> bool:
-        """Whether the scheduler counts its steps and this image's have begun."""
-        return getattr(self.scheduler, "step_index", None) is not None
+        has_begun = getattr(self.scheduler, "step_index", None) is not None
+        return None if has_begun or not found else found[0]
 
     def _place_due(self) -> int | None:
         """Index of the current step by the scheduler's own count; None for one that does not count."""
         if not hasattr(self.scheduler, "step_index"):
             return None
-        index = self.scheduler.step_index if self._has_counted else getattr(self.scheduler, "begin_index", None) or 0
+        begin, index = getattr(self.scheduler, "begin_index", None) or 0, self.scheduler.step_index
+        index = begin if index is None else index
         return list(self.levels).index(self._times[index]) if 0 <= index < len(self._times) else None
 
     def level(self, place: int) -> float:

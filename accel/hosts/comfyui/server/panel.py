@@ -83,10 +83,12 @@ def machine() -> list[dict[str, Any]]:
 
 def evict(entry_id: str) -> dict[str, int]:
     """Evict one entry of the cache: {"dropped", "bytes"}."""
-    freed = shared.evict_named(entry_id)
-    if freed is not None:
-        emit("cache_changed")
-    return {"dropped": 0 if freed is None else 1, "bytes": freed or 0}
+    for entry in shared.entries():
+        freed = entry.nbytes
+        if entry.id == entry_id and shared.evict(entry.key):
+            emit("cache_changed")
+            return {"dropped": 1, "bytes": freed}
+    return {"dropped": 0, "bytes": 0}
 
 
 def clear() -> dict[str, int]:

@@ -58,20 +58,12 @@ def snap_inputs(
             f"The nearest valid size is {nearest}."
         )
     size = snap(asked, math.lcm(SAFE_FOR_ANY_UNET, layout.scale) if model is None else model_multiple(model))
-    return Snapped(
-        asked,
-        size,
-        empty_latent(size, batch_size, layout) if latent is None else snap_latent(latent, size, layout.scale),
-        None if image is None else resize_image(image, size),
-        change(asked, size),
-    )
-
-
-def empty_latent(size: Size, batch: int, layout: LatentLayout) -> dict[str, Any]:
-    """Core's LATENT of `batch` empty latents."""
-    samples = torch.zeros(layout.shape(size, batch), device=comfy.model_management.intermediate_device())
-    # Newer cores rescale an empty latent for the model that samples it if they know its scale.
-    return {"samples": samples, "downscale_ratio_spacial": layout.scale}
+    if latent is None:
+        empty = torch.zeros(layout.shape(size, batch_size), device=comfy.model_management.intermediate_device())
+        # Newer cores rescale an empty latent for the model that samples it if they know its scale.
+        latent = {"samples": empty, "downscale_ratio_spacial": layout.scale}
+    snapped = snap_latent(latent, size, layout.scale)
+    return Snapped(asked, size, snapped, None if image is None else resize_image(image, size), change(asked, size))
 
 
 def latent_size(latent: dict[str, Any], scale: int) -> Size:
