@@ -7,7 +7,6 @@ it unloads the model, when the model is freed, and when a call finds that its we
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,9 +37,6 @@ from .capture_memory import let_core_take_memory, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
 from .streamed import Pins
-
-_unread: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""Model → attributes that its code sets and never reads, for snapshots."""
 
 _LOADED = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
 """What core changes on a BaseModel when it loads, unloads or patches weights."""
@@ -94,7 +90,7 @@ def begin(
         unchanged=layers[model].is_set_as_at_first,
         of_module=_find_obstacle_in,
         interrupts=INTERRUPTS,
-        snapshot=_snapshot,
+        snapshot=lambda model: _snapshot(model, frozenset() if code is None else code.unread),
         hold=held.hold,
         release=held.release,
     )
@@ -147,7 +143,6 @@ def _read_code(model: torch.nn.Module) -> tuple[CodeHash | None, Callable[[], bo
         code = reader.read(frozenset(map(type, model.modules())))
     except Indescribable as why:
         return None, bool, Reason("indescribable", what=str(why))
-    _unread[model] = code.unread
     opaque = attention_called.opaque
     reason = None if opaque is None else Reason("attention_runs", function=".".join(opaque))
     return code, reader.notes.snapshot().is_current, reason
@@ -228,7 +223,7 @@ def _make_room(place: tuple) -> bool:
     return True
 
 
-def _snapshot(model: torch.nn.Module) -> WeightSnapshot:
+def _snapshot(model: torch.nn.Module, unread: frozenset[str]) -> WeightSnapshot:
     streamed = {part: ("weight", "bias") for part in model.modules() if "_v" in vars(part)}
     elsewhere = (lambda part: streamed.get(part, ())) if streamed else None
-    return WeightSnapshot(model, elsewhere, _unread.get(model, frozenset()))
+    return WeightSnapshot(model, elsewhere, unread)
