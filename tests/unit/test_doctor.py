@@ -10,6 +10,7 @@ from comfy_accel.accel.core import toolchain
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.hosts import doctor
+from comfy_accel.accel.hosts.comfyui import hints
 
 
 @pytest.fixture
@@ -123,3 +124,44 @@ def test_attention_of_a_loaded_core_is_named(monkeypatch):
 
     core.optimized_attention = attention_sage
     assert told()["Attention"] == "attention_sage, called from compiled blocks; no CUDA graphs with it"
+
+
+@pytest.fixture
+def hinted(monkeypatch):
+    """What a stand-in for a machine is told, by part. loaded: dtype and class of each model's weight."""
+
+    def said(capability=(12, 0), function="attention_pytorch", installed=(), loaded=(), hip=None, cpu=False, given=()):
+        core = types.SimpleNamespace(optimized_attention=types.SimpleNamespace(__name__=function))
+        models = []
+        for dtype, cls in loaded:
+            network = torch.nn.Linear(4, 4, bias=False)
+            network._parameters["weight"] = torch.empty(4, 4, dtype=dtype).as_subclass(cls)
+            patcher = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=network))
+            models.append(types.SimpleNamespace(model=patcher))
+        monkeypatch.setitem(sys.modules, "comfy.ldm.modules.attention", core)
+        monkeypatch.setitem(sys.modules, "comfy.model_management", types.SimpleNamespace(current_loaded_models=models))
+        monkeypatch.setitem(sys.modules, "comfy.cli_args", types.SimpleNamespace(args=types.SimpleNamespace(cpu=cpu)))
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(hints.importlib.util, "find_spec", lambda name: name if name in installed else None)
+        monkeypatch.setattr(hints.attention, "overrides", set(given))
+        monkeypatch.setattr(hints, "LARGE", 32)
+        return {name: reason.code for name, reason in hints.find_hints()}
+
+    return said
+
+
+def test_attention_that_could_be_faster_is_hinted_at_once_where_nobody_has_chosen(hinted):
+    assert hinted() == {"Faster attention": "sage_missing"}
+    assert hinted(installed=("sageattention", "flash_attn")) == {"Faster attention": "sage_unused"}
+    assert hinted(installed=("flash_attn",)) == {"Faster attention": "flash_unused"}
+    chosen = {"function": "attention_sage"}, {"given": ("attention_override_sage",)}
+    assert not any(hinted(**how) for how in (*chosen, {"capability": (7, 5)}, {"hip": "6.4"}, {"cpu": True}))
+
+
+def test_fewer_bits_are_hinted_at_where_the_card_has_them_and_the_weights_do_not(hinted):
+    whole, quantised = (torch.bfloat16, torch.Tensor), (torch.bfloat16, type("Packed", (torch.Tensor,), {}))
+    said = {at: hinted(capability=at, loaded=[whole]).get("Fewer bits") for at in ((8, 6), (8, 9), (9, 0), (12, 0))}
+    assert said == {(8, 6): None, (8, 9): "bits_fp8", (9, 0): "bits_fp8", (12, 0): "bits_fp4"}
+    assert "Fewer bits" not in hinted(loaded=[quantised, (torch.float8_e4m3fn, torch.Tensor)])

@@ -41,6 +41,7 @@ _PREFERRED = "function"
 
 _call = threading.local()  # options: the per-call dict of the block that this thread calls
 _odd: weakref.WeakSet[Any] = weakref.WeakSet()  # overrides that give something else than attention does
+overrides: set[str] = set()  # the names of those that blocks were called with
 
 
 class Override(RunsOthersCode, enum.Enum):

@@ -35,6 +35,12 @@ SENTENCES.update(
     compiles_not="no: {why}",
     attention_compiled="compiled with the blocks",
     attention_called="{name}, called from compiled blocks; no CUDA graphs with it",
+    sage_unused="SageAttention is installed and not in use: try --use-sage-attention (images differ; no CUDA graphs)",
+    flash_unused="FlashAttention is installed and not in use: try --use-flash-attention (no CUDA graphs)",
+    sage_missing='SageAttention is not installed: try "{python}" -m pip install sageattention and --use-sage-attention '
+    "(images differ; no CUDA graphs)",
+    bits_fp8="{model} is loaded in 16 bits: an fp8 form of it takes half the memory on this card (images differ)",
+    bits_fp4="{model} is loaded in 16 bits: an fp4 form of it takes a third of the memory on this card (images differ)",
     host_bound_without_graphs='{slow}. CUDA graphs save most of that: "Turn on CUDA graphs"',
     weights_streamed="not all of its weights can stay in VRAM beside a CUDA graph (dynamic VRAM, or loaded in part)",
 )

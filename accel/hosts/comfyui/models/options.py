@@ -66,6 +66,7 @@ def simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
             raise RunEagerly(reason)
         kept = _select_readable(readable, options, _is_constant)
         if options.get(OVERRIDE) is not None:
+            attention.overrides.add(getattr(options[OVERRIDE], "__name__", ""))
             attention.require_known(options[OVERRIDE])
             kept[OVERRIDE] = Override.OF_THE_CALL
         replaced = [name for name in attention.REPLACED if _is_replaced(name, options, strings)]

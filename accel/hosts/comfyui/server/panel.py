@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .... import __version__
@@ -9,9 +10,11 @@ from ....cache.entry import Entry
 from ....cache.graph_cache import GraphCache, shared
 from ....core.events import emit, log
 from ....core.fallbacks import fallbacks
+from ....core.reasons import Reason
 from ....report.run_record import records
 from ... import doctor
 from .. import preferences
+from ..hints import find_hints
 from . import allocator
 
 DEFAULT_ROWS, MOST_ROWS = 200, 5000
@@ -31,7 +34,7 @@ def state(rows: int = DEFAULT_ROWS) -> dict[str, Any]:
         "compiling": records.get_compilation(),
         "last_run": last and last.to_json(),
         "settings": settings,
-        "machine": machine(),
+        "machine": [*describe(doctor.parts), *describe(find_hints)],
         "cuda_graphs": allocator.to_json(),
         "version": __version__,
     }
@@ -72,10 +75,10 @@ def _make_row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def machine() -> list[dict[str, Any]]:
-    """What will be accelerated on it, {"name", "code", "fields", "reason"} each; empty where it cannot be asked."""
+def describe(ask: Callable[[], Iterable[tuple[str, Reason]]]) -> list[dict[str, Any]]:
+    """What is said of the machine, {"name", "code", "fields", "reason"} each; empty where it cannot be asked."""
     try:
-        return [{"name": name, **said.to_json()} for name, said in doctor.parts()]
+        return [{"name": name, **said.to_json()} for name, said in ask()]
     except Exception as error:  # of a driver, or another pack's attention
         log.debug("what this machine accelerates is not known: %s", error)
         return []

@@ -12,7 +12,9 @@ from ....core.sentences import OF_THE_MACHINE
 from ....report.facts import Fact, cache_fact, facts_of
 from ....report.run import Run
 from ....report.run_record import records
+from ... import doctor
 from .. import preferences
+from ..hints import find_hints
 from ..running_prompt import get_prompt_id
 from ..words import add_advice, advice
 from . import panel
@@ -36,7 +38,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
         [fact.sentence for fact in head],
         ["Change first:", f"  {first}", *(["Then:"] if then else []), *(f"  {sentence}" for sentence in then)],
         [fact.sentence for fact in others],
-        ["This machine:", *(f"  {part['name']}: {part['reason']}" for part in panel.machine())],
+        ["This machine:", *(f"  {part['name']}: {part['reason']}" for part in panel.describe(doctor.parts))],
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
@@ -49,7 +51,8 @@ def _choose_changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tupl
     changes = [fact for fact in facts if advice(fact.why) is not None]
     changes.sort(key=lambda fact: getattr(fact.why, "code", None) not in OF_THE_MACHINE)
     sampler = None if run is None else run.sampler
-    return [add_advice(fact, sampler) for fact in changes], [fact for fact in facts if fact not in changes]
+    hints = [] if run is None else [f"{hint['reason']}." for hint in panel.describe(find_hints)]
+    return [*(add_advice(fact, sampler) for fact in changes), *hints], [fact for fact in facts if fact not in changes]
 
 
 def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
