@@ -319,8 +319,8 @@ TABLE = r'''
 +foretold = ()
 # steps skipped beside a node that skips some itself
 @ comfyui/test_deep_cache_beside_other_nodes.py::test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone
--if CORE_CACHE in model_options.get("transformer_options", {}):
-+if CORE_CACHE in model_options:
+-for key, name in _SKIPPERS.items() if key in of_call
++for key, name in _SKIPPERS.items() if key in model_options
 # overlap of an input seen from one side only
 @ unit/test_tree_spec.py::test_memory_is_shared_by_overlapping_views_alone
 -if low < starts[other] - starts[one] < high:

@@ -201,13 +201,17 @@ def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(unet
 
 
 @pytest.mark.parametrize("module", ["/ComfyUI/custom_nodes/a-pack.nodes", "custom_nodes.a-pack.nodes"])
-def test_node_that_makes_the_models_calls_is_named_by_its_packs_folder(unet, sample, module):
+def test_node_that_makes_the_models_calls_is_named_by_its_packs_folder_or_its_key(unet, sample, module):
     model = cached(unet)
     wrapper = functools.partial(lambda apply_model, args: apply_model(args["input"], args["timestep"], **args["c"]))
     wrapper.__module__ = module
     model.set_model_unet_function_wrapper(wrapper)
     sample(model, **SIZE)
     assert records.last().skipping.why_full == f"another node (a-pack) {MAKES_CALLS}"
+    for key, name in (("spectrum", "Spectrum"), ("cache_dit_turbo", "CacheDiT")):
+        (model := cached(unet)).model_options["transformer_options"][key] = object()
+        sample(model, **SIZE)
+        assert records.last().skipping.why_full == f"{name} skips steps of its own (use one of the two)"
 
 
 # Compiled

@@ -134,8 +134,7 @@ def hinted(monkeypatch):
         core = types.SimpleNamespace(optimized_attention=types.SimpleNamespace(__name__=function))
         models = []
         for dtype, cls in loaded:
-            network = torch.nn.Linear(4, 4, bias=False)
-            network._parameters["weight"] = torch.empty(4, 4, dtype=dtype).as_subclass(cls)
+            (network := torch.nn.Module())._parameters["weight"] = torch.empty(16, dtype=dtype).as_subclass(cls)
             patcher = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=network))
             models.append(types.SimpleNamespace(model=patcher))
         monkeypatch.setitem(sys.modules, "comfy.ldm.modules.attention", core)

@@ -26,6 +26,13 @@ from .options import SKIPS as KEY
 from .run_events import note_sampling, run_events
 from .samplers import NoiseLevels, facts_of, follows_schedule
 
+_SKIPPERS = {
+    CORE_CACHE: "EasyCache or LazyCache",
+    **dict.fromkeys(("cache_dit_turbo", "ltx2_cache", "wan_cache"), "CacheDiT"),
+    "spectrum": "Spectrum",
+}
+"""Key in `transformer_options` → what skips steps itself, by wrappers around the model that do not show it."""
+
 _POST_CFG, _PARTS = "sampler_post_cfg_function", ("cond_denoised", "uncond_denoised")
 
 
@@ -182,8 +189,10 @@ def _evaluate_by_parts(
 
 def _find_other_skipper(model_options: dict[str, Any]) -> str | None:
     """Why nothing may be skipped: what else takes part in the model's calls, and may skip some of its own."""
-    if CORE_CACHE in model_options.get("transformer_options", {}):
-        return "EasyCache or LazyCache skips steps of its own (use one of the two)"
+    of_call = model_options.get("transformer_options", {})
+    name = next((name for key, name in _SKIPPERS.items() if key in of_call), None)
+    if name is not None:
+        return f"{name} skips steps of its own (use one of the two)"
     wrapper = model_options.get("model_function_wrapper")
     if wrapper is not None:
         # Core names a pack's modules by its folder's path; some packs import theirs by the folder of all packs.
