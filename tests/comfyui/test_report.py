@@ -19,7 +19,6 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.running_prompt import CompileProgress
 from comfy_accel.accel.hosts.comfyui.server import panel, report
-from comfy_accel.accel.hosts.comfyui.server.panel import cache_table
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes.report import AccelReport
@@ -93,7 +92,7 @@ def test_first_run_compiles_and_the_second_finds_all_there(unet):
     assert first.totals.eager_calls == second.totals.eager_calls == 0
     assert second.totals.contexts == (77,) and second.fallbacks == {} and not second.failed
     assert second.seconds >= 0 and second.loaded_share == 1.0
-    used = [row["used_at"] for row in cache_table(cache)["table"]]
+    used = [row["used_at"] for row in panel.cache_table(cache)["table"]]
     assert all(at == [{"latent": [9, 8], "batch": 1, "context": 77}] for at in used)
 
 
@@ -186,11 +185,13 @@ def workflow(*classes):
     return {str(number): {"class_type": name, "inputs": {}} for number, name in enumerate(classes)} | {"x": "no node"}
 
 
-def test_figures_of_an_earlier_workflow_bring_no_advice(unet):
+def test_figures_of_an_earlier_workflow_bring_no_advice(unet, monkeypatch):
+    monkeypatch.setattr(report, "find_hints", lambda: [("Faster attention", panel.Reason("sage_unused"))])
     image(fast(unet))
     of_another, of_ours = (report.write_report(prompt=workflow("KSampler", *own)) for own in ((), ["AccelSpeedUp"]))
     assert "Nothing in this workflow speeds the model up" in of_another and "choose" not in of_another.lower()
     assert "Choose the backend inductor." in of_ours and of_ours.count("traced but uncompiled (backend eager)") == 1
+    assert of_ours.count("SageAttention is installed and not in use") == 1 and "Sage" not in of_another
 
 
 @pytest.mark.parametrize(("difference", "said"), [(0.1, "20.0 dB"), (0.01, "40.0 dB"), (0.0, "equal")])

@@ -51,7 +51,7 @@ def _choose_changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tupl
     changes = [fact for fact in facts if advice(fact.why) is not None]
     changes.sort(key=lambda fact: getattr(fact.why, "code", None) not in OF_THE_MACHINE)
     sampler = None if run is None else run.sampler
-    hints = [] if run is None else [f"{hint['reason']}." for hint in panel.describe(find_hints)]
+    hints = [f"{hint['reason']}." for hint in panel.describe(find_hints)]
     return [*(add_advice(fact, sampler) for fact in changes), *hints], [fact for fact in facts if fact not in changes]
 
 
