@@ -14,7 +14,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any
 
@@ -144,16 +144,6 @@ class CodeReader:
         if key not in self._hashes:
             self._hashes[key] = self._hash(*key)
         return self._hashes[key]
-
-    def add_class_files(self, code: CodeHash, classes: Iterable[type]) -> CodeHash:
-        """The hash with the files of these classes among its sources, whose code decides what operators do.
-
-        They look up in registries what to run, so their code cannot be read further.
-        """
-        references = CodeReferences(self)
-        for cls in classes:
-            references.add_source_of(cls)
-        return replace(code, sources=code.sources | references.sources, opaque=code.opaque | references.opaque)
 
     def describe_function(self, function: types.FunctionType) -> tuple:
         """The function by itself: its code, its defaults and the contents of its cells."""

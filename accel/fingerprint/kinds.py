@@ -12,7 +12,7 @@ import hashlib
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import PLAIN_TENSORS, TensorSpec, tensor_spec
 from ..signature.tree_spec import Spec
 from .code_hash import CodeHash, CodeReader
+from .code_references import CodeReferences
 from .code_snapshot import CodeNotes
 from .plain_values import (
     Attribute,
@@ -153,7 +154,11 @@ def describe(
     classes = {type(module) for _, module in parts}
     classes = classes.union(*(form.running for _, _, form in weights if form is not None))
     code, state = _read(parts, classes, references, wrapped)
-    code = reader.add_class_files(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
+    files = CodeReferences(reader)
+    # These classes look up in registries what operators run, so no more than their files can be told.
+    for cls in set().union(*(form.classes for _, _, form in weights if form is not None)):
+        files.add_source_of(cls)
+    code = replace(code, sources=code.sources | files.sources, opaque=code.opaque | files.opaque)
     digest = hashlib.sha256(code.digest.encode())
     settings = []
     for (path, module), attributes in zip(parts, state, strict=True):

@@ -71,10 +71,8 @@ def read_rows(query: Any) -> int:
 
 def read_entry_id(body: Any) -> str:
     """The id in {"id": "..."}. Raises Refused for anything else."""
-    if not isinstance(body, dict) or set(body) != {"id"}:
+    if not isinstance(body, dict) or set(body) != {"id"} or not isinstance(body["id"], str):
         raise Refused('The body must be {"id": "..."}, with an id of the table in GET /accel/state.')
-    if not isinstance(body["id"], str):
-        raise Refused("id must be a text.")
     return body["id"]
 
 
