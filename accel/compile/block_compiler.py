@@ -13,9 +13,10 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .generated_code import GENERATE
 from .registry import backend_named
 from .specialization import Trace
-from .traced_reads import refuse_unwatched
+from .traced_reads import forget_guards, refuse_unwatched
 
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
@@ -287,6 +288,8 @@ def _make_ends(trace: Trace, block: _Block, weights: int, is_kept: bool) -> tupl
         refuse_kept_state(trace.codes, block.codes, block.template)
         if block.code is not None:
             refuse_unwatched(block.code, weights)
+        with suppress(Exception):  # of a torch that keeps them differently
+            forget_guards()
         if is_kept:
             emit("compile_stage", stage=GENERATE)
 
@@ -294,17 +297,22 @@ def _make_ends(trace: Trace, block: _Block, weights: int, is_kept: bool) -> tupl
 
 
 def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
-    template, spec, names, forms, count = of.template, of.spec, of.kind.weights, of.kind.forms, len(of.kind.tensors)
+    template, spec, forms, count = of.template, of.spec, of.kind.forms, len(of.kind.tensors)
+    named = dict(chain(template.named_parameters("", True, False), template.named_buffers("", True, False)))
+    of_names = {name: at for at, name in enumerate(of.kind.weights)}
+    at_names = {id(named.get(name)): at for name, at in of_names.items()}
+    # With other names of the same, which torch would look for in each trace.
+    places = tuple((of_names | {n: at_names[id(t)] for n, t in named.items() if id(t) in at_names}).items())
     is_changed = {"weights": False, "given": False}
 
     def stored(*tensors):
         args, kwargs = tree_spec.rebuild(spec, tensors[count:], closed_over := [])
-        weights = dict(zip(names, restore_weights(forms, tensors[:count]), strict=True))
-        own = list(weights.values())
+        own = list(restore_weights(forms, tensors[:count]))
+        weights = {name: own[at] for name, at in places}
         tables = nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers()
         with tables, nullcontext() if trace.is_whole else trace.recorder():
-            out = torch.func.functional_call(template, weights, args, kwargs)
-        is_changed["weights"] |= any(one is not other for one, other in zip(weights.values(), own, strict=True))
+            out = torch.func.functional_call(template, weights, args, kwargs, tie_weights=False)
+        is_changed["weights"] |= any(weights[name] is not own[at] for name, at in places)
         is_changed["given"] |= not tree_spec.is_unchanged(spec, (args, kwargs), tensors[count:], closed_over)
         return out
 
@@ -312,9 +320,9 @@ def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
         begin()  # noqa: F821 of its own scope, below
         bound_sizes(tensors[count:])  # noqa: F821
         args, kwargs = tree_spec.rebuild(spec, tensors[count:], closed_over := [])
-        weights = dict(zip(names, tensors[:count]))  # noqa: B905
-        out = torch.func.functional_call(template, weights, args, kwargs)
-        own = all([weights[name] is weight for name, weight in zip(names, tensors)])  # noqa: B905, C419
+        weights = {name: tensors[at] for name, at in places}
+        out = torch.func.functional_call(template, weights, args, kwargs, tie_weights=False)
+        own = all([weights[name] is tensors[at] for name, at in places])  # noqa: C419
         end(own, tree_spec.is_unchanged(spec, (args, kwargs), tensors[count:], closed_over))  # noqa: F821
         return out
 
@@ -428,11 +436,34 @@ def _set_trace_options(dynamic: bool, oblivious: bool, watched: frozenset[str] |
     with (
         dynamo.patch({name: value for name, value in numpy.items() if hasattr(dynamo, name)}),
         symbols.patch({name: value for name, value in settings.items() if hasattr(symbols, name)}),
+        _norms_in_one_step(),
         _repeat_at_any_size(),
         _slices_as_defaults(),
         switches.treat_as_constants(watched),
     ):
         yield
+
+
+@contextmanager
+def _norms_in_one_step():
+    """A context in which torch finds the shape of a group norm's result without its steps: with sizes left open, they
+    are a fifth of a UNet's trace."""
+    table, norm = torch_internals.DECOMPOSITIONS.get({}), torch.ops.aten.native_group_norm.default
+    if (original := table.get(norm)) is None:
+        yield
+        return
+
+    def find_shapes(x, weight, bias, batch, channels, size, groups, eps):
+        if x.device.type == "cpu":  # where the result has the input's order in memory
+            return original(x, weight, bias, batch, channels, size, groups, eps)
+        torch._check(channels % groups == 0)
+        return x.new_empty(x.shape), x.new_empty((batch, groups)), x.new_empty((batch, groups))
+
+    table[norm] = find_shapes
+    try:
+        yield
+    finally:
+        table[norm] = original
 
 
 @contextmanager

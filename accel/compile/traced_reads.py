@@ -75,6 +75,13 @@ def refuse_unwatched(code: ReadCode, weights: int) -> None:
             raise CompileFailed(Reason("read_unwatched", place=place_of(source)))
 
 
+def forget_guards() -> None:
+    """Have torch build no guards but those of sizes: it would build all, to drop the others (`compile_function`)."""
+    guards = torch_internals.CURRENT_TRACE.get()().output.guards
+    for guard in [guard for guard in guards if guard.create_fn_name() != "SHAPE_ENV"]:
+        guards.inner.discard(guard)
+
+
 class _Reads:
     """scope: what torch's names of places begin with. Else as for `refuse_unwatched`."""
 

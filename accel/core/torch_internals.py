@@ -107,6 +107,7 @@ SOURCE_OF_ATTRIBUTE = Internal("torch._dynamo.source", "AttrSource", _UNWATCHED)
 TRACED_CHANGES = Internal("torch._dynamo.side_effects", "SideEffects.is_modified", _EAGERLY)
 CONSTANT_TRACERS = Internal("torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", _LTX)
 TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", _LTX)
+DECOMPOSITIONS = Internal("torch._decomp", "decomposition_table", "tracing takes longer")
 UNSUPPORTED = Internal("torch._dynamo.exc", "Unsupported", "reasons do not name what torch cannot trace")
 _SETTINGS = "blocks that ask how torch is set run eagerly"
 CONSTANTS = Internal("torch._dynamo.variables.torch", "constant_fold_functions", _SETTINGS)

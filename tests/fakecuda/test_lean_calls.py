@@ -95,13 +95,12 @@ def test_later_calls_launch_the_same_kernels_without_torchs_functions(made):
 
 def test_device_and_addresses_are_seen_to_only_where_they_are_not_right(made):
     checks, current = (torch.cuda._DeviceGuard.__enter__, copy_misaligned_inputs), [0]
-    given = tensors(made, 2, 64, 24, 40)
-    misaligned = [*made.weights, zeros((2 * 64 * 24 * 40 + 1,))[0][1:].view(2, 64, 24, 40)]
+    *weights, x = given = tensors(made, 2, 64, 24, 40)
     _, launches = entered(lambda: made.graph.run(given))
     with CURRENT_DEVICE.replace(lambda: current[0]):
         run = lean(made, 2, 64, 24, 40)
     assert entered(lambda: run(given), *checks) == ([0, 0], launches)
-    assert entered(lambda: run(misaligned), *checks)[0] == [1, 1]
+    assert entered(lambda: run([*weights, x.new_zeros(x.numel() + 1)[1:].view(x.shape)]), *checks)[0] == [1, 1]
     current[0] = 1
     assert entered(lambda: run(given), *checks) == ([1, 1], launches)
 
