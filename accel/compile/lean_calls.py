@@ -8,13 +8,8 @@ Python for each, 6 to 7 µs, of which one is left.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
-import re
 import sys
-import textwrap
-import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,7 +18,7 @@ import torch
 
 from ..core import torch_internals
 from ..signature.argument_guard import items_at
-from .generated_code import LoadedCode, release
+from .generated_code import LoadedCode
 
 Run = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -68,8 +63,6 @@ def run_watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int
     arguments, output = _arguments(called_with, tensors), _output(out, results[0], tensors, changed)
     if arguments is None or output is None:
         return out, None
-    with suppress(Exception):  # of a torch that generates other code
-        generated = _leave_out_checks(generated)
     profiler, is_grad_enabled = torch.autograd.profiler, torch.is_grad_enabled
     increment_version = torch.autograd.graph.increment_version
 
@@ -81,40 +74,6 @@ def run_watched(run: Run, tensors: Sequence[torch.Tensor], changed: Sequence[int
         return output(generated(list(arguments(tensors))), tensors)  # in a list, which generated code empties
 
     return out, lean
-
-
-_DEVICE = re.compile(r"with torch\.cuda\._DeviceGuard\((\d+)\):\n +torch\.cuda\.set_device\(\1\)\n")
-_ASSERT = re.compile(r"^ +assert_(?:size_stride|alignment)\(buf.*'torch\.ops\.(?:aten|accel)\..*\n", re.MULTILINE)
-_PRODUCT = re.compile(r"^ +(?:del |extern_kernels\.(?:mm|bmm|addmm|baddbmm)\().*\n", re.MULTILINE)
-
-
-def _leave_out_checks(generated: Callable) -> Callable:
-    """The same without what a first call like it has shown: the device, sizes and alignment of what libraries give, and
-    alignment of inputs, asked once for all that Triton's kernels read. Products take any, as in eager calls."""
-    checked, to_align = generated, ()
-    if generated.__qualname__ == "align_inputs_from_check_idxs.<locals>.run":
-        around = inspect.getclosurevars(generated).nonlocals
-        checked, to_align = around["model"], around["inputs_to_check"]
-    scope, name = checked.__globals__, f"unchecked, with {[*to_align]} aligned"
-    if name not in scope:
-        source = inspect.getsource(checked)
-        (device,) = map(int, set(_DEVICE.findall(source)))
-        head, body = source.split(" = args\n", 1)
-        names, read = re.findall(r"\w+", head.splitlines()[-1]), set(re.findall(r"\w+", _PRODUCT.sub("", body)))
-        aligned = items_at([at for at in to_align if names[at] in read])
-        text = textwrap.dedent(_DEVICE.sub("if True:\n", _ASSERT.sub("", source)))
-        module = torch_internals.LOADED_CODE.get()(text)
-        release({}, [module])
-        unchecked: Any = types.FunctionType(module.call.__code__, scope)  # where kernels come to be launched directly
-        unchecked = unchecked.__get__(checked.__self__) if inspect.ismethod(checked) else unchecked
-        current, address = torch_internals.CURRENT_DEVICE.get(), torch.Tensor.data_ptr
-
-        def call(inputs: list[Any]) -> Any:
-            is_aligned = not functools.reduce(operator.or_, map(address, aligned(inputs)), 0) % 16
-            return (unchecked if is_aligned and current() == device else generated)(inputs)
-
-        scope[name] = call
-    return scope[name]
 
 
 def _arguments(given: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Callable | None:

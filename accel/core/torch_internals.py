@@ -157,7 +157,6 @@ STATIC_LAUNCH = Internal("torch._inductor.config", _OF_OWN, "kernels of our own 
 _AROUND = "what torch puts around generated code runs in each call, slower"
 GENERATED_CALL = Internal("torch._inductor.output_code", "CompiledFxGraph.__call__", _AROUND)
 ANY_AUTOCAST = Internal("torch._C", "_is_any_autocast_enabled", _AROUND)
-CURRENT_DEVICE = Internal("torch._C", "_cuda_getDevice", _AROUND)
 _LAUNCHED = "four functions of Python run for each kernel that is launched, slower"
 AUTOTUNED = Internal("torch._inductor.runtime.triton_heuristics", "CachingAutotuner.run", _LAUNCHED)
 GRID = Internal("torch._inductor.runtime.triton_heuristics", "GridExpr.from_meta", _LAUNCHED)
@@ -204,7 +203,7 @@ REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 LAUNCHES = (AUTOTUNED, GRID, STATIC_KERNEL, DISPATCH_MODES, LOADED_CODE)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
 BUILT_KERNELS = (CODE_CACHE, WRITE, CACHE_FOLDER, TENSOR_ADDRESS)
-OF_CUDA = (CURRENT_DEVICE, POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
+OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
 """Names that only torch for CUDA has."""
 
 ALL = tuple(value for value in list(globals().values()) if type(value) is Internal)

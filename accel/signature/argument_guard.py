@@ -188,7 +188,7 @@ def _places(values: tuple, spec: Spec) -> tuple[list, list, list[tuple[int, Any]
     return tensors, sizes, fixed, replaced
 
 
-def items_at(places: list[int]) -> Callable[[Sequence], tuple]:
+def items_at(places: list[int]) -> Callable[[tuple], tuple]:
     """A function that returns the items of a tuple at these places, always as a tuple."""
     if not places:
         return lambda values: ()

@@ -143,6 +143,8 @@ class GraphStore:
                 saved = Saved(self, found, _read_facts(found.facts), interrupts)
             except BadEntry as error:
                 reason = strip_frames(error)
+            except (AttributeError, TypeError):  # its checksum is right, but not this engine's are its fields
+                reason = BadEntry("its manifest is damaged")
             except OSError as error:
                 pass_on(error, interrupts)
                 has_failed, reason = True, self._record_read_failure(error)

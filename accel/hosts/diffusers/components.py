@@ -87,7 +87,9 @@ def disable_idle_hooks(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, idle in taken:
-            hooks.update(idle)  # behind others' of the part, of which they note what comes out
+            others = dict(hooks)
+            hooks.clear()
+            hooks.update(idle | others)  # they note what layers give, not what others' hooks make of it
 
 
 def _is_idle(hook: Any) -> bool:

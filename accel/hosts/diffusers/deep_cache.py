@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,6 +32,9 @@ _TIMESTEPS = ("timestep", "timesteps", "t")  # names of the argument that says w
 _PLAIN_STEP = ("model_output", "timestep", "sample", "eta", "generator", "return_dict")
 """Arguments of a scheduler's step that change nothing of how predictions reach its later latents, as long as it adds no
 noise."""
+
+_called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_called", default=())
+"""Models that are in a cached call. Where the contexts of several pipelines share a model, the innermost one caches."""
 
 
 @contextmanager
@@ -104,6 +108,8 @@ class _Image:
     @torch.compiler.disable
     def call(self, model: torch.nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
         """One call of a model; in a skipped step, the output of the last full one, which `begin_step` corrects."""
+        if model in _called.get():
+            return inner(*args, **kwargs)
         named = {**dict(zip(_names_of(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type]  # a class is hashable
         timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
         # What guides by gradients needs a call that leads back to the latent.
@@ -118,7 +124,11 @@ class _Image:
             return self._returned[place][1]
         if not self._is_held:  # what was held cannot be called any more
             self._run.keep_full()
-        out = inner(*args, **kwargs)
+        before = _called.set((*_called.get(), model))
+        try:
+            out = inner(*args, **kwargs)
+        finally:
+            _called.reset(before)
         self._returned[place:] = [(layout, out)]
         parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else ()
         if sum(isinstance(part, torch.Tensor) for part in parts) > 1:
