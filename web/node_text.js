@@ -6,18 +6,16 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { graphsButtons, isAnswered, onAnswer } from "./cuda_graphs.js";
-import { h, setText } from "./dom.js";
+import { h, setAttribute, setText } from "./dom.js";
 import { feed } from "./feed.js";
+import { seconds } from "./format.js";
 import { fetchState } from "./server.js";
 import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";
 
 const NAME = "accel_text";
-const LINE = 18; // pixels
-const PADDING = 12;
+const AROUND = 16; // pixels: padding, and what the page leaves around a widget
 const MOST_ASKED = 256;
 const MOST_EARLY = 8; // prompts
-const BUTTONS = 28; // pixels, a row
-const SIDE_BY_SIDE = 250; // pixels: narrower nodes have a row for each button
 const RESTS = [2, 4]; // modes of a node that is muted or bypassed
 
 const KEPT = "accel.prompts"; // in the session's storage, which outlives a reload
@@ -26,6 +24,7 @@ const CHOICES = ["width", "height", "batch_size", "length", "quality"];
 const askedFrom = new Map(); // id of a prompt → the workflow that was open when it was queued, and its choices then
 const early = new Map(); // id of a prompt → what to do once it is known whose it is
 const texts = new WeakMap(); // workflow → {said, passing}, each by a node's place: functions that give a text; choices
+let ticking = null;
 
 /** Hear what our nodes have to say; once, when the page is set up. */
 export function startNodeTexts() {
@@ -38,20 +37,23 @@ export function startNodeTexts() {
   rememberPrompts();
   onAnswer(redraw);
   feed.onMessage((message) => {
-    if (message.event === "node_lines") {
-      noteLines(message.prompt_id, message.lines, message.offers);
-    } else if (message.event === "node_compiling" && message.node) {
-      const what = message.name ? "compilingOnNode" : "compilingAnyOnNode";
-      const text = () => [t(what, message), stageText(message)].filter(Boolean).join(" · ");
-      note(message.prompt_id, ({ passing }) => passing.set(message.node, text));
-    }
+    const { event, prompt_id: prompt, node, lines, offers } = message;
+    if (event === "node_lines") noteLines(prompt, lines, offers);
+    else if (event === "node_compiling" && node)
+      note(prompt, ({ passing }) => passing.set(node, passingText(message)));
+    else if (event === "node_compiled") endPassing(prompt, ({ isLast }) => isLast);
+    else if (event === "node_code_ready") endPassing(prompt);
+  });
+  // A step is done, and with it what was compiled in it, however many kinds there were to be.
+  api.addEventListener("progress", ({ detail: { prompt_id: prompt, value } }) => {
+    if (value > 0 && origin(prompt)) endPassing(prompt, ({ isBeside }) => !isBeside);
   });
   api.addEventListener("executed", ({ detail: { prompt_id, display_node, node, output } }) => {
     const [text] = output?.text ?? [];
     if (typeof text === "string") note(prompt_id, ({ said }) => said.set(String(display_node ?? node), () => text));
   });
   for (const end of ["execution_success", "execution_error", "execution_interrupted"])
-    api.addEventListener(end, ({ detail }) => note(detail.prompt_id, ({ passing }) => passing.clear()));
+    api.addEventListener(end, ({ detail }) => endPassing(detail.prompt_id));
   if (Object.keys(kept()).length) catchUp();
 }
 
@@ -114,6 +116,21 @@ function areOther(choices) {
 
 const rootGraph = () => app.graph?.rootGraph ?? app.graph;
 
+/** What a node says of a compilation: how far it is, with a clock; or how much is ready of what is made beside. */
+function passingText(message) {
+  const { number, of, seconds: passed = 0, left, stage } = message;
+  const [isBeside, began] = [stage === "beside", performance.now() - 1000 * passed];
+  const clock = () => seconds(Math.floor((performance.now() - began) / 1000));
+  const rest = () => left && t("timeLeft", { time: seconds(Math.ceil(left)) });
+  const beside = () => [t("besideOnNode", { ready: number - 1, of }), rest()];
+  const parts = isBeside ? beside : () => [t("compilingOnNode", message), stageText(message), clock()];
+  return Object.assign(() => parts().filter(Boolean).join(" · "), { isBeside, isLast: number >= of });
+}
+
+function endPassing(prompt, isOver = () => true) {
+  note(prompt, ({ passing }) => passing.forEach((text, place) => isOver(text) && passing.delete(place)));
+}
+
 function noteLines(prompt, lines, offers) {
   const textOf = (place, line) => Object.assign(() => lineText(line), { offer: offers?.[place] });
   const all = Object.entries(lines).map(([place, line]) => [place, textOf(place, line)]);
@@ -153,6 +170,8 @@ function note(prompt, act) {
 /** Draw what the nodes of the open workflow have said. */
 function redraw() {
   const { said, passing, choices } = texts.get(openWorkflow()) ?? { said: new Map(), passing: new Map() };
+  clearTimeout(ticking);
+  if (passing.size) ticking = setTimeout(redraw, 1000);
   const isOutdated = choices !== undefined && areOther(choices);
   const found = new Map();
   for (const [place, node] of everyNode(rootGraph())) {
@@ -165,7 +184,7 @@ function redraw() {
     const offer = isAnswered ? undefined : all.find((text) => text.offer)?.offer;
     const lines = new Set(all.map((text) => text()));
     if (offer) lines.add(t("graphsOfferOnNode", offer));
-    drawText(node, [...lines].filter(Boolean).join("\n"), Boolean(offer));
+    drawText(node, [...lines].filter(Boolean).join("\n"), Boolean(offer), passing.size > 0);
   }
 }
 
@@ -185,22 +204,23 @@ function* everyNode(graph, before = "") {
   }
 }
 
-function drawText(node, text, isOffer) {
+function drawText(node, text, isOffer, isPassing) {
   let widget = node.widgets?.find(({ name }) => name === NAME);
   const [said, buttons] = widget?.element.children ?? [];
   if ((said?.textContent ?? "") === text && Boolean(buttons?.children.length) === isOffer) return;
   widget ??= addWidget(node);
+  setAttribute(widget.element.firstChild, "aria-live", isPassing ? "off" : null); // nobody wants to hear a clock
   setText(widget.element.firstChild, text);
   widget.element.title = text;
   if (Boolean(widget.element.lastChild.children.length) !== isOffer)
     widget.element.lastChild.replaceChildren(...(isOffer ? graphsButtons("ask") : []));
-  grow(node);
 }
 
 function addWidget(node) {
   const [, height] = node.size;
   const said = h("div", { role: "status" });
-  const element = h("div", { class: "accel-node-text" }, said, h("div", { class: "accel-node-buttons" }));
+  const buttons = h("div", { class: "accel-node-buttons" });
+  const element = h("div", { class: "accel-node-text" }, said, buttons);
   const widget = node.addDOMWidget(NAME, "accel_text", element, {
     serialize: false,
     hideOnZoom: false,
@@ -209,7 +229,10 @@ function addWidget(node) {
     onDraw: () => element.classList.toggle("accel-dim", RESTS.includes(node.mode)), // Vue dims the whole node
   });
   widget.serialize = false;
-  widget.computeLayoutSize = () => ({ minHeight: heightOf(node, element), minWidth: 0 });
+  const measured = () => (said.textContent ? AROUND + said.offsetHeight + buttons.offsetHeight : 0);
+  widget.computeLayoutSize = () => ({ minHeight: measured(), minWidth: 0 });
+  const observer = new ResizeObserver(() => grow(node));
+  for (const part of [said, buttons]) observer.observe(part);
   const serialize = node.serialize;
   /** As if there were no text: without the widget, which a subgraph's node would save, and as high as before. */
   node.serialize = function () {
@@ -225,17 +248,6 @@ function addWidget(node) {
     }
   };
   return widget;
-}
-
-/** Of the text, wrapped in the node's width; counted in characters, since a node off the screen has no layout. */
-function heightOf(node, element) {
-  const [{ textContent: text }, { children: buttons }] = element.children;
-  if (!text) return 0;
-  const perLine = Math.max(10, Math.floor((node.size[0] - 2 * PADDING) / 6.5));
-  const wide = (line) => line.length + (line.match(/[\u2e80-\uffef]/g)?.length ?? 0) * 0.7;
-  const lines = text.split("\n").map((line) => Math.max(1, Math.ceil(wide(line) / perLine)));
-  const rows = node.size[0] < SIDE_BY_SIDE ? buttons.length : Math.min(buttons.length, 1);
-  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING + rows * BUTTONS;
 }
 
 /** Make room for the text; a node is never made smaller. */

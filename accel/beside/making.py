@@ -89,6 +89,12 @@ def progress() -> tuple[int, int]:
     return _process.done, _process.given
 
 
+def estimate_seconds_left() -> float | None:
+    """Until it is done with those, if the rest takes as long as they did; None before the first."""
+    done, given = progress()
+    return (time.monotonic() - _process.began) / done * (given - done) if done else None
+
+
 def tell_if_late() -> None:
     """Say once in a process that images have gone without code for minutes, and what to do."""
     if not _process.is_told and time.monotonic() - _process.began > LATE:

@@ -80,7 +80,7 @@ class Account:
         """What the image gained, in parts for people; empty where that is unknown."""
         if self.gained is None:
             return []
-        if not self._matters(self.gained):
+        if not self.matters(self.gained):
             return [Reason("line_equal")]
         if self.gained < 0:
             return [Reason("line_slower", seconds=format_seconds(-self.gained))]
@@ -91,11 +91,11 @@ class Account:
 
     def describe_later_images(self) -> list[Reason]:
         """What later images gain, which pay nothing, where this one has paid; empty where that is unknown."""
-        if self.paid < LEAST_SAVED or self.saved is None or self.saved < 0 or not self._matters(self.saved):
+        if self.paid < LEAST_SAVED or self.saved is None or self.saved < 0 or not self.matters(self.saved):
             return []
         return [Reason("line_later", times=f"{1 + self.saved / self.worked:.1f}", seconds=format_seconds(self.saved))]
 
-    def _matters(self, seconds: float) -> bool:
+    def matters(self, seconds: float) -> bool:
         """Whether so many seconds are more than two equal runs differ by."""
         return abs(seconds) >= max(LEAST_SAVED, (SLOWER - 1) * self.worked)
 

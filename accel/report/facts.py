@@ -14,6 +14,9 @@ from .run import Run, Skipping
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
 
+FAR_OFF = 50
+"""Images after which what was paid is back: so many are nothing to count on."""
+
 _MOST_REASONS = 8
 _MOST_BLOCKS = 3
 _LONGEST_TIMELINE = 100
@@ -33,7 +36,7 @@ def facts_of(run: Run, node: str | None = None) -> list[Fact]:
     both = run.compiling, run.caching
     compiles, skips = (bool(settings) and node in (None, settings.get("node")) for settings in both)
     account = run.account(node)
-    facts = [_make_image_fact(run), _make_gain_fact(account)]
+    facts = [_make_image_fact(run), _make_gain_fact(run, account)]
     if run.loaded_share is not None and run.loaded_share < 0.98:
         rest = "the rest is copied at every step, which takes longer than compiling saves."
         said = f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: {rest}"
@@ -77,13 +80,14 @@ def _make_image_fact(run: Run) -> Fact:
     return Fact(f"Last image: {what}: {format_seconds(run.seconds)} s{end}.", line)
 
 
-def _make_gain_fact(account: Account) -> Fact:
+def _make_gain_fact(run: Run, account: Account) -> Fact:
     how = " ".join(map(str, account.how))
     if account.saved is None:
         return Fact(f"Gain: not known. {how}")
     said = f"Gain: {', '.join(map(str, (*account.gain(), *account.describe_later_images())))}."
     if account.paid >= LEAST_SAVED:
-        said += f"\n  Making and comparing graphs took {format_seconds(account.paid)} s of this image, and is counted."
+        what = ", ".join(str(Reason(code, seconds=format_seconds(took))) for code, took in run.paid.items() if took)
+        said += f"\n  {format_seconds(account.paid)} s of this image are paid once, and counted: {what}."
     return Fact(f"{said}\n  How this is known: {how}", account.gain())
 
 
@@ -95,40 +99,30 @@ def _make_compile_fact(run: Run, account: Account) -> Fact:
     lines = [f"Compiling: {totals.compiled_calls} of {calls} block calls{share} ran {ran}."]
     if run.blocks:
         lines.append(f"{count_nouns(run.blocks, 'block')} of {count_nouns(run.kinds, 'type')} can be {word}.")
-    made = (
-        (word, run.compilations, "graph", run.compile_seconds),
-        ("loaded from disk", run.loaded, "graph", run.load_seconds),
-        ("captured", run.captures, "CUDA graph", run.capture_seconds),
-    )
-    for how, number, what, took in made:
-        if number:
-            lines.append(f"It {how} {count_nouns(number, what)} in {format_seconds(took)} s.")
     if totals.model_calls:
         lines.append(f"{totals.replays} of {count_nouns(totals.model_calls, 'model call')} replayed a CUDA graph.")
     why = Reason("line_traced") if run.is_traced and totals.compiled_calls else None
     line = _describe_paid_time(run, account)
-    # What ran uncompiled beside compiled blocks, where something is wrong with it.
-    wrong = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
-    if totals.compiled_calls and totals.eager_calls and wrong is not None:
-        line.append(Reason("line_partly", share=f"{max(totals.eager_calls / calls, 0.01):.0%}", why=wrong))
+    # What ran uncompiled beside compiled blocks; first, where something is wrong with it.
+    left = sorted(run.why_uncompiled(), key=lambda why: why.code in EXPECTED)
+    if totals.compiled_calls and totals.eager_calls and left:
+        line.append(Reason("line_partly", share=f"{max(totals.eager_calls / calls, 0.01):.0%}", why=left[0]))
     return Fact("\n  ".join(lines), line, why)
 
 
 def _describe_paid_time(run: Run, account: Account) -> list[Reason]:
-    """What was paid in this image, and what for."""
+    """What this image paid for, by name where that is more than a tenth of it all, and what follows."""
     if not run.totals.compiled_calls and not run.totals.replays:
         return [Reason("line_not_compiled", why=[*run.why_uncompiled(), Reason("compiling_unused")][0])]
     if run.is_traced:
         return [Reason("line_traced")]
-    parts, after, how = [], account.pays_back_after, account.how[0]
-    if run.compilations:
-        parts.append(Reason("line_compiled", seconds=format_seconds(run.compile_seconds)))
-    elif run.loaded:
-        parts.append(Reason("line_loaded", seconds=format_seconds(run.load_seconds)))
+    after, how = account.pays_back_after, account.how[0]
+    named = {code: took for code, took in run.paid.items() if took > account.paid / 10 and account.matters(took)}
+    parts = [Reason(code, seconds=format_seconds(took)) for code, took in named.items()]
     if account.saved is None:
         return [*parts, Reason("line_unmeasured") if run.compilations and how.code != "compiling_unmeasured" else how]
     parts += account.describe_later_images()
-    if after:
+    if after and after < FAR_OFF:
         parts.append(Reason("line_paid_back", images=after))
     elif run.compilations and after == 0:
         parts.append(Reason("line_paid_back_at_once"))

@@ -110,6 +110,7 @@ class Run(Record):
     steps_done: fewer than `steps` where the run was interrupted; None where another error ended it.
     prepare_seconds: until the sampler's first call, mostly for loading the model. finished: unix seconds.
     loaded_share: fraction of the weights on the device at the end. survey_seconds: for finding the model's blocks.
+    is_beside: graphs were traced alone, and their code made beside the image.
     fallbacks: calls that ran uncompiled or were not captured, by (block, reason). lines: by node id (`facts.line_of`).
     owed: by model, seconds that were paid since the start and are not yet saved again.
     graphs_would_give: how many times as fast a step would be with CUDA graphs, where torch's allocator alone prevents
@@ -138,6 +139,7 @@ class Run(Record):
     fallbacks: Mapping[tuple[str, Reason], int] = fact(dict, lambda one, other: Counter(one) + Counter(other))
     compilations: int = fact(0, add)
     compile_seconds: float = fact(0.0, add)
+    is_beside: bool = fact(False, or_)
     loaded: int = fact(0, add)
     load_seconds: float = fact(0.0, add)
     captures: int = fact(0, add)
@@ -154,10 +156,15 @@ class Run(Record):
         return list(dict.fromkeys(node for node in ids if node is not None))
 
     @property
+    def paid(self) -> dict[str, float]:
+        """Seconds, of `seconds`, for making graphs and comparing them, each by the code of what to say of it."""
+        made = {"line_traced_once" if self.is_beside else "line_compiled": self.compile_seconds}
+        made |= {"line_loaded": self.load_seconds, "line_captured": self.capture_seconds}
+        return {**made, "line_surveyed": self.survey_seconds, "line_compared": self.totals.compare_seconds}
+
+    @property
     def paid_seconds(self) -> float:
-        """For making graphs and comparing them, of `seconds`."""
-        made = self.compile_seconds + self.load_seconds + self.capture_seconds
-        return made + self.survey_seconds + self.totals.compare_seconds
+        return sum(self.paid.values())
 
     @property
     def is_traced(self) -> bool:

@@ -52,7 +52,9 @@ class _Open:
             vars(run)[seconds] += data["seconds"]
             if number is not None:
                 vars(run)[number] += 1
-        if name == "run_calls":
+        if name == "compile_end":
+            run.is_beside |= data.get("pending", False)
+        elif name == "run_calls":
             run.totals = data["totals"]
         elif name == "graphs_would_give":
             run.graphs_would_give = data["times"]
@@ -104,7 +106,7 @@ class RunRecords:
 
     def get_compilation(self) -> dict[str, Any] | None:
         """The latest compilation in progress: {"name", "number", "of", "node", "stage", "seconds"}, with a stage of
-        `generated_code.STAGES`; None where there is none."""
+        `generated_code.STAGES`, or beside the image with the seconds "left"; None where there is none."""
         with self._lock:
             began, what = max(self._compiling.values(), key=lambda one: one[0], default=(0.0, None))
         return what and {**what, "seconds": time.perf_counter() - began}
@@ -136,6 +138,7 @@ class RunRecords:
         if not now.end(data["failed"], data.get("loaded_share"), data.get("steps_done")):
             return None
         self._open[thread].pop()
+        self._compiling.pop(thread, None)  # what is made beside goes on, and is told of by the next run
         if not self._open[thread]:
             del self._open[thread]
         run = now.run
@@ -166,7 +169,7 @@ class RunRecords:
     def _on_compile_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         self._compiling.pop(thread, None)
 
-    _on_compile_failed = _on_compile_end
+    _on_compile_failed = _on_code_ready = _on_compile_end
 
 
 records = RunRecords()

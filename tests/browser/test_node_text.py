@@ -66,9 +66,10 @@ HISTORY = """
 LINE = [
     {"code": "line_times", "fields": {"times": "1.3"}, "reason": "about 1.3×"},
     {"code": "line_saved", "fields": {"seconds": "2.1"}, "reason": "about 2.1 s saved"},
-    {"code": "line_paid_back", "fields": {"images": 7}, "reason": "paid back after 7 more images"},
+    {"code": "line_paid_back", "fields": {"images": 7}, "reason": "pays off after 7 more images"},
 ]
-SAID = "about 1.3× · about 2.1 s saved · paid back after 7 more images"
+COMPILING = {"event": "node_compiling", "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
+SAID = "about 1.3× · about 2.1 s saved · pays off after 7 more images"
 
 
 def ran(page, prompt, *nodes):
@@ -98,14 +99,8 @@ def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     page.evaluate(ADD, "EmptyLatentImage")
     before = as_it_is(page)
     page.evaluate(QUEUE, "prompt 1")
-    compiling = {"event": "node_compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
-    page.evaluate(SAY, {**compiling, "prompt_id": "another"})
+    page.evaluate(SAY, {**COMPILING, "node": node, "prompt_id": "another"})
     assert page.evaluate(TEXTS) == []
-    page.evaluate(SAY, {**compiling, "prompt_id": "prompt 1"})
-    until_shown(page, "Compiling ResBlock, 2 of 5 · building kernels")
-    beside = {**compiling, "name": "", "number": 3, "stage": "beside", "prompt_id": "prompt 1"}
-    page.evaluate(SAY, beside)
-    until_shown(page, "Compiling 3 of 5 · beside the image")
     ran(page, "prompt 1", node, "2", "99")
     page.evaluate("() => window.app.api.dispatchCustomEvent('execution_success', { prompt_id: 'prompt 1' })")
     until_shown(page, SAID)  # and not on the latent, which is not ours
@@ -121,6 +116,33 @@ def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     until_shown(page, SAID)  # on the nodes that the page has made anew
     page.evaluate(LOAD, before[1])
     assert page.evaluate(TEXTS) == [], "the same file, opened again, has not run"
+
+
+@in_all
+def test_what_is_compiled_is_said_with_a_clock_until_the_compiler_has_ended(page):
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(QUEUE, "prompt 13")
+    says = {"node": node, "prompt_id": "prompt 13"}
+    step = "() => window.app.api.dispatchCustomEvent('progress', { prompt_id: 'prompt 13', value: 1, max: 20 })"
+    done = {**says, "event": "node_compiled"}
+    page.evaluate(SAY, {**COMPILING, **says, "seconds": 41.5})
+    until_shown(page, "Compiling ResBlock, 2 of 5 · building kernels · 41 s")
+    until_shown(page, "Compiling ResBlock, 2 of 5 · building kernels · 43 s")
+    page.evaluate(SAY, done)  # three are to come
+    assert page.evaluate(TEXTS) != []
+    page.evaluate(step)
+    until_shown(page)
+    page.evaluate(SAY, {**COMPILING, **says, "number": 5})
+    page.evaluate(SAY, done)
+    until_shown(page)
+    beside = {**COMPILING, **says, "name": "", "number": 3, "of": 7, "stage": "beside"}
+    page.evaluate(SAY, beside)
+    until_shown(page, "Running plain, 2 of 7 ready")
+    page.evaluate(SAY, {**beside, "left": 19.4})
+    page.evaluate(step)
+    until_shown(page, "Running plain, 2 of 7 ready · about 20 s")
+    page.evaluate(SAY, {**says, "event": "node_code_ready"})
+    until_shown(page)
 
 
 @in_all
@@ -146,9 +168,8 @@ def test_a_line_and_progress_are_there_after_the_page_was_loaded_again(page):
     page.reload()
     page.wait_for_function(READY)
     page.wait_for_function("() => window.app.graph.nodes.length === 1")
-    compiling = {"event": "node_compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
-    page.evaluate(SAY, {**compiling, "prompt_id": "prompt 8", "stops": True})
-    until_shown(page, "Compiling ResBlock, 2 of 5 · stops after this block type")
+    page.evaluate(SAY, {**COMPILING, "node": node, "prompt_id": "prompt 8", "stops": True, "seconds": 9})
+    page.wait_for_function(f"({TEXTS})()[0]?.startsWith('Compiling ResBlock, 2 of 5 · stops after this block type · ')")
     page.evaluate("() => window.app.api.dispatchCustomEvent('execution_success', { prompt_id: 'prompt 8' })")
     ran(page, "prompt 8", node)
     until_shown(page, SAID)
@@ -156,16 +177,15 @@ def test_a_line_and_progress_are_there_after_the_page_was_loaded_again(page):
 
 @in_all
 def test_compiling_that_no_node_shows_is_told_by_a_toast_once(page):
-    compiling = {"event": "node_compiling", "name": "ResBlock", "number": 1, "of": 5, "stage": "build"}
     toasts = page.get_by_text("Only the first image waits for this.", exact=True)
     node = page.evaluate(ADD, "AccelSpeedUp")
     page.evaluate(QUEUE, "prompt 11")
-    page.evaluate(SAY, {**compiling, "node": node, "prompt_id": "prompt 11"})
+    page.evaluate(SAY, {**COMPILING, "node": node, "prompt_id": "prompt 11"})
     page.wait_for_timeout(1500)
     assert toasts.count() == 0
     page.evaluate(CLEAR)
     for number in (1, 2):
-        page.evaluate(SAY, {**compiling, "node": node, "number": number, "prompt_id": "prompt 12"})
+        page.evaluate(SAY, {**COMPILING, "node": node, "number": number, "prompt_id": "prompt 12"})
     toasts.wait_for()
     page.wait_for_timeout(1000)
     assert toasts.count() == 1

@@ -1,6 +1,7 @@
 """What is told of real runs: the record, the report of it, progress on the node, and that no image shows any of it."""
 
 import json
+import time
 from dataclasses import asdict
 
 import comfy.model_management
@@ -65,17 +66,23 @@ def image(model, **arguments):
 
 
 def test_what_is_compiled_beside_the_image_is_told_when_it_changes(monkeypatch):
-    now, told = [(0, 0)], []
+    now, told, began = [(0, 0)], [], time.monotonic() - 30
     monkeypatch.setattr(making, "progress", lambda: now[-1])
+    monkeypatch.setattr(making._process, "began", began)
     progress = CompileProgress()
-    stop = events.subscribe(lambda name, data: told.append((data["number"], data["of"], data["stage"], data["node"])))
+    stop = events.subscribe(lambda name, data: told.append((name, data)))
     try:
         for done in ((0, 0), (0, 2), (0, 2), (1, 2), (2, 2), (2, 2)):
             with progress.report_call(2, "7"):
                 now.append(done)
     finally:
         stop()
-    assert told == [(1, 2, "beside", "7"), (2, 2, "beside", "7"), (2, 2, "beside", "7")]
+    lefts = [data.pop("left") for _, data in told]
+    assert told == [
+        (name, {"name": "", "number": number, "of": 2, "stage": "beside", "node": "7"})
+        for name, number in (("compiling", 1), ("compiling", 2), ("code_ready", 3))
+    ]
+    assert lefts[0] is None and 30 <= lefts[1] < 60 and lefts[2] == 0, "half is done in 30 seconds"
 
 
 def test_first_run_compiles_and_the_second_finds_all_there(unet):

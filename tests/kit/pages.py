@@ -196,7 +196,6 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "seconds": 1.5 + number % 40,
         "bytes": (1 + 13 * number % 70) << 20,
         "last_used": NOW - 97 * number,
-        "failure": UNFIT["reason"] if number == 3 else None,
         "failure_reason": UNFIT if number == 3 else None,
         "used_at": used,
         "source": ("compiled", "disk")[number % 2],

@@ -51,11 +51,12 @@ def test_events_become_messages_in_order(page):
     run_over()
     emit("cache_changed")
     emit("graph_hit", name="Block", key="x")
-    own, public, compiled, failed, fallback, *rest = page.got
+    own, public, over, compiled, over_too, failed, fallback, *rest = page.got
     what = {"name": "Block", "number": 1, "of": 2, "stage": "trace", "node": "7", "stops": False}
     assert own == {"event": "node_compiling", **what, "seconds": own["seconds"], **OWN}
     assert public == {"event": "compiling", **what, "seconds": own["seconds"]} and own["seconds"] >= 0
     assert compiled == {"event": "compiled", "name": "Block", "seconds": 1.0}
+    assert over == over_too == {"event": "node_compiled", **OWN}
     assert failed == {"event": "compiled", "name": "Block", "seconds": 0.1, "failed": "no"}
     assert fallback == {"event": "fallback", "block": "Block", "of_all": False, **Reason("autocast").to_json(), **OWN}
     assert rest == [{**LINES, **OWN}, {"event": "run_end"}, {"event": "cache_changed"}]
@@ -74,7 +75,7 @@ def test_what_is_compiled_is_said_again_before_long_and_at_once_where_it_is_to_s
         assert [message["stops"] for message in page.got] == [stops] * 2 * said
     page.got.clear()
     emit("compile_end", name="Block", key="x", seconds=1.0)
-    assert not page.hear.repeat() and len(page.got) == 1
+    assert not page.hear.repeat() and len(page.got) == 2
 
 
 def test_nobody_is_warned_of_what_is_as_it_should_be_and_of_a_missing_compiler_as_of_all(page):

@@ -172,6 +172,12 @@ def test_what_is_being_compiled_can_be_seen_meanwhile(records):
     assert now["node"] == "7" and now["seconds"] >= 0
     emit("compile_failed", name="Block", key="x", reason=Reason("interrupted"), seconds=0.1)
     assert records.get_compilation() is None
+    start()
+    for end_of_it in (lambda: emit("code_ready", name=""), end):  # what is made beside has no end of its own here
+        emit("compiling", name="", number=3, of=7, stage="beside", node="7", left=19.5)
+        assert records.get_compilation()["left"] == 19.5
+        end_of_it()
+        assert records.get_compilation() is None
 
 
 def graph():

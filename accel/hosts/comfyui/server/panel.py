@@ -59,10 +59,8 @@ def _make_row(entry: Entry) -> dict[str, Any]:
         "graphs": len(entry.graphs),
         "hits": entry.calls,
         "seconds": entry.seconds,
-        "probe_seconds": entry.probe_seconds,
         "bytes": entry.nbytes,
         "last_used": entry.last_used,
-        "failure": None if failure is None else str(failure),
         "failure_reason": None if failure is None else failure.to_json(),
         "used_at": [
             {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)

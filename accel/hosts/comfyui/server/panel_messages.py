@@ -71,9 +71,9 @@ class Messages:
             self._send(of_all, None)
 
 
-def _show_compiled(data: Message) -> tuple[None, Message]:
+def _show_compiled(data: Message) -> tuple[Message, Message]:
     failed = {"failed": str(data["reason"])} if "reason" in data else {}
-    return None, {"event": "compiled", "name": data["name"], "seconds": data["seconds"], **failed}
+    return {"event": "node_compiled"}, {"event": "compiled", "name": data["name"], "seconds": data["seconds"], **failed}
 
 
 def _show_warning(data: Message) -> tuple[Message | None, None]:
@@ -97,6 +97,7 @@ def _show_lines(data: Message) -> tuple[Message, Message]:
 _MESSAGES: dict[str, Callable[[Message], tuple[Message | None, Message | None]]] = {
     "compile_end": _show_compiled,
     "compile_failed": _show_compiled,
+    "code_ready": lambda data: ({"event": "node_code_ready"}, {"event": "code_ready"}),
     "fallback": _show_warning,
     "run_over": _show_lines,
     "cache_changed": lambda data: (None, {"event": "cache_changed"}),
