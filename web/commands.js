@@ -84,7 +84,7 @@ export async function exportReport() {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-async function isConfirmed(title, message) {
+export async function isConfirmed(title, message, type = "delete") {
   const ask = app.extensionManager?.dialog?.confirm;
-  return ask ? Boolean(await ask({ title, message, type: "delete" })) : window.confirm(message);
+  return ask ? Boolean(await ask({ title, message, type })) : window.confirm(message);
 }

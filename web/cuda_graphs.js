@@ -1,8 +1,9 @@
 /** Turning CUDA graphs on or off, which is offered on a node and in the panel, and counts from the next start on. */
 
+import { isConfirmed } from "./commands.js";
 import { button, fold, h, setText, show } from "./dom.js";
 import { feed } from "./feed.js";
-import { change, isFine } from "./server.js";
+import { change, findManager, isFine, restart } from "./server.js";
 import { reasonText, t } from "./texts.js";
 import { toast, toastFailure } from "./toasts.js";
 
@@ -13,6 +14,9 @@ let wasOpened = false;
 
 /** Whether somebody has answered the offer, here or on another page. */
 export let isAnswered = false;
+
+/** Whether there is something to choose, and nobody has; of what the state says. */
+export const isOffered = ({ code, choice } = {}) => code === "graphs_off" && choice === "ask";
 
 /** Call `listener()` once that is so. */
 export const onAnswer = (listener) => listeners.add(listener);
@@ -29,14 +33,23 @@ async function choose(choice, buttons) {
   const answer = await change({ cuda_graphs: choice });
   for (const each of buttons) each.disabled = false;
   if (!isFine(answer)) return toastFailure("settingRefused", answer);
-  if (choice === "on") toast("success", t("graphsTurnedOn"), t("graphsRestart"));
   noteChoice(choice);
   feed.refresh();
+  if (choice !== "on") return;
+  const manager = await findManager();
+  if (manager) restartBy(manager);
+  else toast("success", t("graphsTurnedOn"), t("graphsRestart"));
+}
+
+async function restartBy(manager) {
+  if (!(await isConfirmed(t("graphsTurnedOn"), t("restartQuestion"), "default"))) return;
+  const answer = await restart(manager);
+  if (answer.status && !isFine(answer)) toastFailure("failedAction", answer);
 }
 
 /** Buttons for what can be chosen. choice: the one that counts now */
 export function graphsButtons(choice) {
-  const make = (label, wanted) => button(label, () => choose(wanted, buttons), { title: t("graphsOffer") });
+  const make = (label, wanted) => button(label, () => choose(wanted, buttons), { title: t("graphsOfferTip") });
   const buttons = choice === "on" ? [make(t("graphsTurnOff"), "off")] : [make(t("graphsTurnOn"), "on")];
   if (choice === "ask") buttons.push(make(t("graphsDecline"), "off"));
   return buttons;
@@ -52,18 +65,19 @@ export function graphsSection() {
     const graphs = state?.cuda_graphs;
     show(element, Boolean(graphs) && !NOTHING_TO_CHOOSE.includes(graphs.code));
     if (element.hidden) return;
-    const isOffered = graphs.code === "graphs_off" && graphs.choice === "ask";
-    setText(said, isOffered ? t("graphsOffer") : reasonText(graphs));
-    if (isOffered && !wasOpened) wasOpened = element.open = true;
+    setText(said, isOffered(graphs) ? t("graphsOffer") : reasonText(graphs));
+    if (isOffered(graphs) && !wasOpened) wasOpened = element.open = true;
     const choice = graphs.by_environment ? "" : graphs.choice;
-    if (drawn !== choice) draw(choice);
+    if (drawn !== choice + graphs.code) draw(choice, graphs.code);
   }
 
-  function draw(choice) {
+  async function draw(choice, code) {
     const hadFocus = buttons.contains(document.activeElement);
     buttons.replaceChildren(...(choice ? graphsButtons(choice) : []));
     if (hadFocus) buttons.firstElementChild?.focus();
-    drawn = choice;
+    drawn = choice + code;
+    const manager = code === "graphs_restart" && (await findManager());
+    if (manager && drawn === choice + code) buttons.append(button(t("restart"), () => restartBy(manager)));
   }
 
   return { elements: [element], update };

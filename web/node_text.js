@@ -5,7 +5,7 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { graphsButtons, isAnswered, onAnswer } from "./cuda_graphs.js";
+import { graphsButtons, isAnswered, isOffered, onAnswer } from "./cuda_graphs.js";
 import { h, setAttribute, setText } from "./dom.js";
 import { feed } from "./feed.js";
 import { seconds } from "./format.js";
@@ -61,8 +61,10 @@ const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? app
 
 /** What was said while the page was loaded again. */
 async function catchUp() {
-  const { prompt, lines } = (await fetchState(0)).data?.last_run ?? {};
-  if (kept()[prompt]) noteLines(prompt, lines);
+  const { last_run: run, cuda_graphs: graphs } = (await fetchState(0)).data ?? {};
+  if (!kept()[run?.prompt]) return;
+  const times = isOffered(graphs) && run.graphs_would_give?.toFixed(1);
+  noteLines(run.prompt, run.lines, times && { [run.compiling.node]: { times } });
 }
 
 /** Prompts of this tab: id → path of the workflow, and its choices. */
@@ -212,8 +214,7 @@ function drawText(node, text, isOffer, isPassing) {
   setAttribute(widget.element.firstChild, "aria-live", isPassing ? "off" : null); // nobody wants to hear a clock
   setText(widget.element.firstChild, text);
   widget.element.title = text;
-  if (Boolean(widget.element.lastChild.children.length) !== isOffer)
-    widget.element.lastChild.replaceChildren(...(isOffer ? graphsButtons("ask") : []));
+  widget.element.lastChild.replaceChildren(...(isOffer ? graphsButtons("ask") : []));
 }
 
 function addWidget(node) {

@@ -40,6 +40,18 @@ export const fetchState = (rows) => ask(`/accel/state?rows=${rows}`, { cache: "n
 export const evict = (id) => post("/accel/evict", { id });
 export const clear = () => post("/accel/clear");
 export const change = (settings) => post("/accel/settings", settings);
+/** Where ComfyUI-Manager answers, which can restart ComfyUI; null where there is none. */
+export async function findManager() {
+  for (const path of ["/v2/manager", "/manager"]) if (isFine(await ask(`${path}/version`))) return path;
+  return null;
+}
+
+/** Restart ComfyUI, which may end before it answers. Older managers know GET alone. */
+export async function restart(manager) {
+  const answer = await post(`${manager}/reboot`);
+  return answer.status === 405 ? ask(`${manager}/reboot`) : answer;
+}
+
 export const fetchReport = () => ask("/accel/report", { cache: "no-store" });
 
 /** Pack → names of its templates; empty where the server does not answer. */

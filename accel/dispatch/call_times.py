@@ -62,7 +62,7 @@ class CallTimes:
 
     is_due: calls are to be timed. verdict: why they are then made without any stand-in; None where with them, as where
     the device is what compiled ones wait for, so that the verdicts of their blocks stand.
-    wall: seconds that a call takes, where it waits for Python; 0 where that is not known.
+    wall: seconds that a call takes; 0 where that is not known.
     spared: how many times as long as the device works in it; None until that is known.
     """
 
@@ -81,7 +81,7 @@ class CallTimes:
     def add(self, call: CallTime, is_bare: bool) -> None:
         """Take a timed call into account. is_bare: it had no stand-ins."""
         if not is_bare and not call.device_waited:
-            self.is_due, self.spared = False, 1.0
+            self.is_due, self.spared, self.wall = False, 1.0, call.device
             return
         least = 0.0 if call.device_waited else call.device
         self._seconds[is_bare].append((max(call.thread, least), max(call.wall, least)))
@@ -101,4 +101,4 @@ class CallTimes:
         elif call.device_waited:
             self.wall = call.wall
         else:
-            self.spared = 1.0
+            self.spared, self.wall = 1.0, call.device

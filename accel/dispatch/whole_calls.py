@@ -10,6 +10,7 @@ where graphs are timed and the device waits for Python, whole calls are timed to
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,7 @@ class WholeCalls:
         self._code = next((runner.code for runner in self.runners.values()), None)
         self._all = _StandIns(layers, {}, self._code, is_bare=False)
         self._made: dict[tuple[_Known, bool, int], _StandIns] = {}
-        self._met: set[_Known] = set()
+        self._met: Counter[_Known] = Counter()
         self.unspared: Reason | None = None
         """Why the allocator forbids the CUDA graphs that would spare Python its part of a call, where it does."""
 
@@ -78,9 +79,11 @@ class WholeCalls:
 
     def end(self) -> int:
         """How many calls of blocks had no stand-in, noted with their reasons; emits what CUDA graphs would give."""
-        times = max((known.times.spared or 0.0 for known in self._met), default=0.0)
-        if self.unspared is not None and times >= WORTH_IT:
-            emit("graphs_would_give", times=times)
+        timed = {known.times: calls for known, calls in self._met.items() if known.times.spared}
+        now = sum(calls * times.wall for times, calls in timed.items())
+        spared = sum(calls * times.wall / times.spared for times, calls in timed.items())
+        if self.unspared is not None and now >= WORTH_IT * spared > 0:
+            emit("graphs_would_give", times=now / spared)
         for (known, is_bare, _), used in self._made.items():
             slow = known.times.verdict
             if slow is not None and self.unspared is not None:
@@ -125,10 +128,9 @@ class WholeCalls:
         if len(of_model) >= MOST_KNOWN:
             of_model.clear()
         known = of_model.setdefault((self._cache, self._settings, *map(_sizes, given)), _Known())
-        if known not in self._met:
-            self._met.add(known)
-            if known.left and None in known.left.values():  # which may be otherwise in this run
-                known.left = None
+        self._met[known] += 1
+        if self._met[known] == 1 and known.left and None in known.left.values():  # which may be otherwise in this run
+            known.left = None
         if known.generation != self._cache.generation:
             known.left, known.generation = None, self._cache.generation
         return known

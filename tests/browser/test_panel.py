@@ -305,7 +305,7 @@ def test_the_panel_says_what_the_server_answers_and_no_more(page, name):
 @pytest.mark.parametrize(
     ("given", "said", "buttons"),
     [
-        (OFF, "as with --disable-cuda-malloc", {"Turn on CUDA graphs": "on", "No, thanks": "off"}),
+        (OFF, "about 0.5 GB of GPU memory and one restart", {"Turn on CUDA graphs": "on", "No, thanks": "off"}),
         ({**OFF, "choice": "off"}, "turn them on here", {"Turn on CUDA graphs": "on"}),
         ({**OFF, "choice": "off", "by_environment": True}, "ACCEL_CUDA_GRAPHS=on", {}),
         (graphs("restart", "on"), "changed: restart ComfyUI", {"Turn off CUDA graphs": "off"}),
@@ -334,6 +334,31 @@ def test_cuda_graphs_are_turned_on_and_off_where_there_is_a_choice(page, given, 
             section.get_by_role("button", name=name).click()
             page.wait_for_timeout(200)
         assert chosen == list(buttons.values())
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_comfyui_is_restarted_where_its_manager_can(page, is_old):
+    asked = []
+
+    def answer(route):
+        asked.append((route.request.method, route.request.url.rpartition("/api")[2]))
+        is_refused = "/v2/" in route.request.url if is_old else False
+        status = 404 if is_refused else 405 if is_old and route.request.method == "POST" else 200
+        route.fulfill(status=status, body="")
+
+    page.route("**/manager/*", answer)
+    try:
+        with answering(page, state(2, cuda_graphs=graphs("restart", "on"))):
+            restart = open_panel(page).get_by_role("button", name="Restart ComfyUI")
+            restart.click()
+            page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
+            page.get_by_role("dialog").wait_for(state="detached")
+            page.wait_for_timeout(300)
+    finally:
+        page.unroute("**/manager/*", answer)
+    version, reboot = ("/manager/version", "/manager/reboot")
+    old = [("GET", f"/v2{version}"), ("GET", version), ("POST", reboot), ("GET", reboot)]
+    assert asked == (old if is_old else [("GET", f"/v2{version}"), ("POST", f"/v2{reboot}")])
 
 
 def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):

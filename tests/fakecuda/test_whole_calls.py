@@ -124,9 +124,13 @@ def test_what_cuda_graphs_would_give_is_said_where_the_allocator_forbids_them(ne
             calls(run, count)
             run.calls.end()
             assert len(told) == (0 if unspared is None else 2 if count == 1 else 1)
+        device.launches_take(3000)
+        for few in (1, 12):  # calls of a larger size, of which the device is at work all the time
+            calls(run, few, rows=64)
+            run.calls.end()
     finally:
         stop()
-    assert told[0] == told[1] > 3
+    assert told[0] == told[1] == told[2] > 3 and told[3] < told[0] / 2
 
 
 def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(net, delays):
