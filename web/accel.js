@@ -3,6 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { COMMANDS, sortTemplates, TAB } from "./commands.js";
 import { feed } from "./feed.js";
+import { menuItems } from "./node_menu.js";
 import { startNodeTexts } from "./node_text.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
@@ -13,6 +14,7 @@ app.registerExtension({
   name: "accel.panel",
   settings: SETTINGS,
   commands: COMMANDS,
+  getNodeMenuItems: menuItems,
   async setup() {
     // "Accel" is a key of locales/LANGUAGE/main.json too, so that the page can translate the tab's label.
     const tab = { id: TAB, title: "Accel", tooltip: "Accel", icon: "pi pi-bolt", type: "custom", render, destroy };
@@ -20,7 +22,7 @@ app.registerExtension({
     feed.start();
     feed.onMessage((message) => message.event === "fallback" && tellFallback(message));
     feed.onMessage((message) => message.event === "node_compiling" && tellCompiling(message));
-    feed.onChange(showBadge);
+    feed.onMessage(showBadge);
     startNodeTexts();
     sortTemplates();
     startSettings(); // not waited for: the page starts no slower

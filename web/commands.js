@@ -2,6 +2,7 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { compareWithPlain } from "./compare.js";
 import { feed } from "./feed.js";
 import { bytes, count } from "./format.js";
 import * as server from "./server.js";
@@ -15,6 +16,7 @@ const REPORT = "accel-report.txt";
 export const COMMANDS = [
   { id: "Accel.OpenPanel", label: "Accel: open panel", icon: "pi pi-bolt", function: openPanel },
   { id: "Accel.ClearCache", label: "Accel: clear graph cache", icon: "pi pi-trash", function: clearCache },
+  { id: "Accel.Compare", label: "Accel: compare with plain", icon: "pi pi-images", function: compareWithPlain },
   { id: "Accel.ExportReport", label: "Accel: export report", icon: "pi pi-download", function: exportReport },
 ];
 
@@ -84,7 +86,6 @@ export async function exportReport() {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-export async function isConfirmed(title, message, type = "delete") {
-  const ask = app.extensionManager?.dialog?.confirm;
-  return ask ? Boolean(await ask({ title, message, type })) : window.confirm(message);
-}
+/** Whether the person agrees. type: of the page's dialog, which names its buttons */
+export const isConfirmed = (title, message, type = "delete") =>
+  app.extensionManager.dialog.confirm({ title, message, type });

@@ -8,6 +8,7 @@ import { fetchState, isFine, problemOf } from "./server.js";
 
 export const PAGE = 50; // rows of the table that are shown at first, and more at a time
 export const MOST_ROWS = 5000;
+const ENDS = ["run_end", "code_ready", "reconnecting", "reconnected"]; // of compiling
 const PAUSE = 500; // milliseconds; a run tells of many graphs one after the other
 
 class Feed {
@@ -21,7 +22,6 @@ class Feed {
   rows = PAGE;
 
   #watchers = new Set();
-  #bystanders = new Set();
   #listeners = new Set();
   #timer = null;
   #isAsking = false;
@@ -30,16 +30,11 @@ class Feed {
   /** Listen to the server; once, when the page is set up. */
   start() {
     api.addEventListener("accel", ({ detail }) => this.#hear(detail ?? {}));
-    api.addEventListener("reconnecting", () => {
-      this.problem = "unreachable";
-      this.compiling = null;
-      this.#tell();
-    });
-    api.addEventListener("reconnected", () => {
-      this.compiling = null;
-      this.#tell();
-      this.refresh();
-    });
+    for (const event of ["reconnecting", "reconnected"])
+      api.addEventListener(event, () => {
+        this.problem = event === "reconnecting" ? "unreachable" : this.problem;
+        this.#hear({ event });
+      });
     document.addEventListener("visibilitychange", () => this.#isStale && this.refresh());
   }
 
@@ -48,11 +43,6 @@ class Feed {
     this.#watchers.add(watcher);
     this.refresh();
     return () => this.#watchers.delete(watcher);
-  }
-
-  /** Call `watcher()` after each change that is heard of anyway; nothing is fetched for it. */
-  onChange(watcher) {
-    this.#bystanders.add(watcher);
   }
 
   /** Call `listener(message)` for each WebSocket message, whether or not somebody watches. */
@@ -89,7 +79,7 @@ class Feed {
 
   #hear(message) {
     if (message.event === "compiling") this.#setCompiling(message);
-    else if (message.event === "run_end") this.compiling = null;
+    else if (ENDS.includes(message.event)) this.compiling = null;
     else if (message.event === "compiled" && !(this.compiling?.number < this.compiling?.of)) this.compiling = null;
     for (const listener of this.#listeners) listener(message);
     this.#tell();
@@ -101,7 +91,7 @@ class Feed {
   }
 
   #tell() {
-    for (const watcher of [...this.#bystanders, ...this.#watchers]) watcher();
+    for (const watcher of this.#watchers) watcher();
   }
 }
 

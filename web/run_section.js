@@ -1,6 +1,7 @@
 /** The last run: what it gained first, then how long it took, how much ran compiled and what DeepCache skipped. */
 
-import { h, setText, show } from "./dom.js";
+import { compareWithPlain } from "./compare.js";
+import { button, h, setText, show } from "./dom.js";
 import { count, percent, rate, seconds, size } from "./format.js";
 import { lineText, reasonText, t } from "./texts.js";
 
@@ -23,6 +24,7 @@ export function runSection() {
     facts,
     estimate,
     timeline.element,
+    h("div", { class: "accel-buttons" }, button(t("compare"), compareWithPlain, { title: t("compareTip") })),
   );
 
   function update({ state }) {

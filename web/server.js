@@ -54,6 +54,16 @@ export async function restart(manager) {
 
 export const fetchReport = () => ask("/accel/report", { cache: "no-store" });
 
+/** What a prompt has come to, once it has; null where it was taken out of the queue. */
+export async function fetchOutcome(id) {
+  for (;;) {
+    const queue = await ask("/prompt", { cache: "no-store" });
+    const found = (await ask(`/history/${id}`, { cache: "no-store" })).data?.[id];
+    if (found || queue.data?.exec_info?.queue_remaining === 0) return found ?? null;
+    await new Promise((done) => setTimeout(done, 500));
+  }
+}
+
 /** Pack → names of its templates; empty where the server does not answer. */
 export async function fetchTemplates() {
   const answer = await ask("/workflow_templates");

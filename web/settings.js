@@ -9,64 +9,24 @@ import { toastFailure } from "./toasts.js";
 
 const PAUSE = 400; // milliseconds; a held button changes a number many times
 
-/** Setting's id → the server's name for it. */
-const NAMES = {
-  "Accel.Cache.MaxMB": "max_mb",
-  "Accel.Cache.MaxEntries": "max_entries",
-  "Accel.Store.MaxMB": "store_mb",
-  "Accel.Log.Verbosity": "verbosity",
-  "Accel.Models.WeightsInPlace": "weights_in_place",
-};
+const MEGABYTES = { type: "number", attrs: { min: 0, max: 1_048_576, step: 256 }, defaultValue: 2048 };
+const ENTRIES = { type: "number", attrs: { min: 0, max: 65_536, step: 16 }, defaultValue: 512 };
+const LEVELS = { type: "combo", options: ["quiet", "normal", "debug"], defaultValue: "normal" };
+const SWITCH = { type: "boolean", defaultValue: false };
+const GROUPS = { Cache: "Graph cache", Store: "Saved graphs" };
 
-/** English here; the page takes other languages from locales/LANGUAGE/settings.json. */
+/** of: the server's name. The page takes tooltips, and other languages, from locales/LANGUAGE/settings.json. */
 export const SETTINGS = [
-  {
-    id: "Accel.Models.WeightsInPlace",
-    category: ["Accel", "Models", "WeightsInPlace"],
-    name: "Keep accelerated models fully on the GPU",
-    tooltip:
-      "Where ComfyUI streams weights (DynamicVRAM): load each accelerated model once more, whole, so that its weights " +
-      "stay on the GPU. For models that fit into its memory; takes effect when a node runs next.",
-    type: "boolean",
-    defaultValue: false,
-  },
-  {
-    id: "Accel.Log.Verbosity",
-    category: ["Accel", "Log", "Verbosity"],
-    name: "Log level",
-    tooltip: "quiet: errors only. normal: what is compiled and what is not. debug: each lookup with its reason.",
-    type: "combo",
-    options: ["quiet", "normal", "debug"],
-    defaultValue: "normal",
-  },
-  {
-    id: "Accel.Store.MaxMB",
-    category: ["Accel", "Saved graphs", "MaxMB"],
-    name: "Disk limit (MB)",
-    tooltip: "How much disk space saved graphs may take, so that a restart compiles nothing. 0 saves none.",
-    type: "number",
-    attrs: { min: 0, max: 1_048_576, step: 256 },
-    defaultValue: 2048,
-  },
-  {
-    id: "Accel.Cache.MaxEntries",
-    category: ["Accel", "Graph cache", "MaxEntries"],
-    name: "Compiled parts kept in memory",
-    tooltip: "How many block types stay compiled; the least recently used goes first. A model has 5 to 30.",
-    type: "number",
-    attrs: { min: 0, max: 65_536, step: 16 },
-    defaultValue: 512,
-  },
-  {
-    id: "Accel.Cache.MaxMB",
-    category: ["Accel", "Graph cache", "MaxMB"],
-    name: "Memory limit (MB)",
-    tooltip: "How much memory compiled graphs may take. 2048 is plenty for most; lower it when memory is short.",
-    type: "number",
-    attrs: { min: 0, max: 1_048_576, step: 256 },
-    defaultValue: 2048,
-  },
-].map((setting) => ({ ...setting, onChange: (value, old) => changed(setting.id, value, old) }));
+  { id: "Accel.Models.WeightsInPlace", of: "weights_in_place", name: "Keep accelerated models fully on the GPU", ...SWITCH },
+  { id: "Accel.Log.Verbosity", of: "verbosity", name: "Log level", ...LEVELS },
+  { id: "Accel.Store.MaxMB", of: "store_mb", name: "Disk limit (MB)", ...MEGABYTES },
+  { id: "Accel.Cache.MaxEntries", of: "max_entries", name: "Compiled parts kept in memory", ...ENTRIES },
+  { id: "Accel.Cache.MaxMB", of: "max_mb", name: "Memory limit (MB)", ...MEGABYTES },
+].map((setting) => {
+  const [accel, group, name] = setting.id.split(".");
+  const onChange = (value, old) => changed(setting, value, old);
+  return { ...setting, category: [accel, GROUPS[group] ?? group, name], onChange };
+});
 
 let isReady = false;
 let truth = {};
@@ -88,16 +48,15 @@ export async function startSettings() {
 async function take(values) {
   truth = { ...truth, ...values };
   noteChoice(truth.cuda_graphs);
-  for (const [id, name] of Object.entries(NAMES)) {
-    const value = truth[name];
+  for (const { id, of } of SETTINGS) {
+    const value = truth[of];
     const isKnown = value !== undefined && value !== null;
     if (isKnown && app.extensionManager.setting.get(id) !== value) await app.extensionManager.setting.set(id, value);
   }
 }
 
 /** The page calls this for each setting when it is registered too, and for what we set ourselves. */
-function changed(id, value, old) {
-  const name = NAMES[id];
+function changed({ of: name }, value, old) {
   if (!isReady || old === undefined || value === truth[name]) return;
   if (value === null || Number.isNaN(value)) value = truth[name]; // the field was emptied
   wanted[name] = value;

@@ -7,7 +7,6 @@ import { loadTexts, reasonText, t } from "./texts.js";
 
 const LIFE = 12_000; // milliseconds
 const GATHER = 800; // milliseconds: what falls back for one cause does so within the same step
-const MOST_SINGLE = 2;
 const MOST_KNOWN = 500;
 
 const shown = new Set();
@@ -56,12 +55,9 @@ async function tellWaiting() {
   const ofAll = now.find((fallback) => fallback.of_all);
   if (ofAll) {
     toast("warn", t("nothingCompiledToast"), t("nothingCompiledDetail", { reason: clause(ofAll) }));
-  } else if (now.length > MOST_SINGLE) {
+  } else if (now.length > 1) {
     toast("warn", t("fallbackToast"), t("fallbackManyDetail", { number: count(now.length) }));
   } else {
-    for (const fallback of now) {
-      const values = { block: fallback.block, reason: clause(fallback) };
-      toast("warn", t("fallbackToast"), t("fallbackDetail", values));
-    }
+    toast("warn", t("fallbackToast"), t("fallbackDetail", { block: now[0].block, reason: clause(now[0]) }));
   }
 }

@@ -79,9 +79,9 @@ class WholeCalls:
 
     def end(self) -> int:
         """How many calls of blocks had no stand-in, noted with their reasons; emits what CUDA graphs would give."""
-        timed = {known.times: calls for known, calls in self._met.items() if known.times.spared}
-        now = sum(calls * times.wall for times, calls in timed.items())
-        spared = sum(calls * times.wall / times.spared for times, calls in timed.items())
+        timed = [(calls * known.times.wall, known.times.spared) for known, calls in self._met.items()]
+        now = sum(seconds for seconds, by in timed if by)
+        spared = sum(seconds / by for seconds, by in timed if by)
         if self.unspared is not None and now >= WORTH_IT * spared > 0:
             emit("graphs_would_give", times=now / spared)
         for (known, is_bare, _), used in self._made.items():

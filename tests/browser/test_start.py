@@ -3,7 +3,18 @@
 import json
 
 import pytest
-from kit.pages import EVERY_SETUP, FRONTENDS, answering, frontend, idle, open_panel, run_small, screenshot
+from kit.pages import (
+    EVERY_SETUP,
+    FRONTENDS,
+    SETUPS,
+    SMALL,
+    answering,
+    frontend,
+    idle,
+    open_panel,
+    run_small,
+    screenshot,
+)
 
 from dev.tools.server import serving
 
@@ -31,6 +42,47 @@ BEYOND = """
 """
 
 
+WITHOUT_OURS = """
+() => {
+    const { graph } = window.app;
+    const find = type => graph.nodes.find(one => one.type === type);
+    graph.remove(find('AccelSpeedUp'));
+    find('CheckpointLoaderSimple').connect(0, find('KSampler'), 0);
+    find('CheckpointLoaderSimple').connect(2, find('VAEDecode'), 1);
+}
+"""
+WAY_OF_MODEL = """
+() => {
+    const found = [];
+    for (let at = window.app.graph.nodes.find(({ type }) => type === 'KSampler'); at; at = at.getInputNode(0))
+        found.push(at.type);
+    return found;
+}
+"""
+SAVED = "(({ nodes, links }) => JSON.stringify([nodes, links]))(window.app.graph.serialize())"
+TITLE_OF = """
+type => {
+    const { ds, graph, canvas } = window.app.canvas;
+    const node = graph.nodes.find(one => one.type === type);
+    ds.offset = [400 - node.pos[0], 300 - node.pos[1]];
+    ds.scale = 1;
+    window.app.canvas.deselectAll();
+    window.app.canvas.setDirty(true, true);
+    const { x, y } = canvas.getBoundingClientRect();
+    return [x + 460, y + 285];
+}
+"""
+"""Where the title of a node is, once it is in the middle of the page."""
+
+
+def choose_in_menu(page, node, entry):
+    """Right-click a node, and choose this entry."""
+    place = page.evaluate(TITLE_OF, node)
+    page.wait_for_timeout(500)
+    page.mouse.click(*place, button="right")
+    page.get_by_text(entry, exact=True).click()
+
+
 def open_starter(page):
     page.get_by_role("button", name="Accel", exact=True).click()
     page.get_by_role("button", name="Open the starter workflow").click()
@@ -51,6 +103,32 @@ def test_three_clicks_lead_to_an_accelerated_image_whose_gain_stays_on_the_node(
     node = next(node for node in json.loads(saved)["nodes"] if node["type"] == "AccelSpeedUp")
     assert node["widgets_values"] == ["Exact"]
     assert page.evaluate(TEXT) not in saved
+
+
+@pytest.mark.parametrize("setup", FRONTENDS, indirect=True)
+def test_an_image_is_compared_with_plain_from_the_menu_of_a_node_that_the_menu_of_another_put_in(page, setup):
+    with answering(page, idle()):
+        open_starter(page)
+    page.evaluate(WITHOUT_OURS)
+    choose_in_menu(page, "KSampler", "Accel: speed up this model")
+    assert page.evaluate(WAY_OF_MODEL) == ["KSampler", "AccelSpeedUp", "CheckpointLoaderSimple"]
+    page.evaluate(SMALL, 1 + SETUPS.index(page.setup))
+    before, asked = page.evaluate(SAVED), []
+    page.on("request", lambda request: request.url.endswith("/prompt") and asked.append(request.post_data_json))
+    choose_in_menu(page, "AccelSpeedUp", "Accel: compare with plain")
+    result = page.get_by_role("dialog", name="Compare with plain")
+    result.locator("img").nth(1).wait_for(timeout=300_000)
+    screenshot(page, "compared")
+    said = result.inner_text()
+    assert "× as fast · " in said and (" dB apart: " in said or "images are equal" in said), said
+    result.get_by_role("button", name="Close").click()
+    assert page.evaluate(SAVED) == before
+    classes = [[node["class_type"] for node in one["prompt"].values()] for one in asked if one]
+    assert ["AccelSpeedUp" in names for names in classes] == [True, False, True][: len(classes)] and len(classes) > 1
+    assert all("PreviewImage" in names and "SaveImage" not in names for names in classes)
+    samplers = [one["prompt"]["6"]["inputs"] for one in asked if one]
+    assert len({sampler["seed"] for sampler in samplers}) == 1
+    assert len({sampler["accel_compared"] for sampler in samplers}) == len(samplers), "each samples anew"
 
 
 @pytest.mark.thorough  # a server of its own

@@ -1,0 +1,57 @@
+/** Entries of a node's right-click menu: Speed Up on the way of its model, or what our nodes gain. */
+
+import { compareWithPlain, isOurs } from "./compare.js";
+import { t } from "./texts.js";
+
+export function menuItems(node) {
+  if (isOurs(node.comfyClass)) return [{ content: t("compareEntry"), callback: compareWithPlain }];
+  const links = findEnds(node).filter((link) => !isSpedUp(node.graph, link));
+  return links.length ? [{ content: t("speedUpEntry"), callback: () => speedUp(node.graph, links) }] : [];
+}
+
+const models = (slots) => (slots ?? []).filter(({ type }) => type === "MODEL");
+
+/** The links by which a node's model comes to what makes no other model of it, such as samplers. */
+function findEnds({ graph, inputs, outputs }) {
+  const made = models(outputs);
+  const links = made.length ? made.flatMap((slot) => slot.links ?? []) : models(inputs).map((slot) => slot.link);
+  return links.flatMap((id) => {
+    const link = graph.getLink(id);
+    const target = link && graph.getNodeById(link.target_id);
+    if (!target || !graph.getNodeById(link.origin_id)) return []; // it is not connected, or leaves the subgraph
+    return models(target.outputs).length ? findEnds(target) : [link];
+  });
+}
+
+/** Whether one of our nodes is before the link. */
+function isSpedUp(graph, { origin_id: id }) {
+  const origin = graph.getNodeById(id);
+  const before = models(origin?.inputs).map(({ link }) => graph.getLink(link));
+  return isOurs(origin?.comfyClass) || before.some((link) => link && isSpedUp(graph, link));
+}
+
+/** Up to the left of another node, above all that is there. */
+function placeBefore({ pos: [x, y] }, node, others) {
+  const isBeside = (side, at, other, length) => at < other + length && other < at + node.size[side] + 40;
+  const isOver = ({ pos, size }) => [0, 1].every((side) => isBeside(side, node.pos[side], pos[side], size[side]));
+  node.pos = [x - node.size[0] - 40, y - node.size[1] - 60];
+  while (others.some(isOver)) node.pos[1] -= 40;
+}
+
+/** Put Speed Up in these links; those of one output share it. */
+function speedUp(graph, links) {
+  const made = new Map();
+  graph.beforeChange();
+  for (const { origin_id: from, origin_slot: output, target_id: to, target_slot: input } of links) {
+    const [origin, target, key] = [graph.getNodeById(from), graph.getNodeById(to), `${from} ${output}`];
+    if (!made.has(key)) {
+      const node = window.LiteGraph.createNode("AccelSpeedUp");
+      placeBefore(target, node, graph.nodes);
+      graph.add(node);
+      origin.connect(output, node, node.findInputSlot("model"));
+      made.set(key, node);
+    }
+    made.get(key).connect(0, target, input);
+  }
+  graph.afterChange();
+}
