@@ -18,7 +18,7 @@ class AccelSpeedUp(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelSpeedUp",
-            display_name="Accel: Speed Up",
+            display_name="Accel: Speed Up (torch compile)",
             category="accel",
             description=(
                 "Makes the model faster: compiles it once for every size, batch and LoRA, and can skip work that "
@@ -26,8 +26,8 @@ class AccelSpeedUp(io.ComfyNode):
                 "image the node says what it gained."
             ),
             search_aliases=(
-                "faster, speed up, optimize, accelerate, performance, compile, torch compile, "
-                "teacache, wavespeed, first block cache, easycache, deepcache, sage"
+                "faster, fast, slow, speed up, optimize, accelerate, performance, compile, torch compile, tensorrt, turbo, "
+                "cuda graph, teacache, wavespeed, first block cache, easycache, deepcache, sage, sageattention"
             ).split(", "),
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
@@ -46,7 +46,7 @@ class AccelSpeedUp(io.ComfyNode):
                     io.Vae,
                     "vae",
                     optional=True,
-                    tooltip="Optional. Handed on, and kept from being compiled, as by VAE Skip Compile.",
+                    tooltip="Optional. Handed on, and kept from being compiled, as by Plain VAE.",
                 ),
             ],
             outputs=[

@@ -1,4 +1,4 @@
-"""The Accelerate Text Encoder node."""
+"""The Text Encoder node."""
 
 from comfy_api.latest import io
 
@@ -14,14 +14,14 @@ class AccelTextEncoder(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelTextEncoder",
-            display_name="Accelerate Text Encoder",
+            display_name="Accel: Text Encoder (torch compile)",
             category="accel",
             description=(
                 "Compiles text encoders (CLIP, T5, Qwen, Gemma, Mistral and others) once for every prompt and LoRA. "
                 "They run once per new prompt, so it can only pay off where prompts change often and encoding takes "
                 "seconds. Place it after the loaders and LoRAs, before CLIP Text Encode."
             ),
-            search_aliases=["clip compile", "faster clip", "t5", "qwen", "gemma", "prompt", "torch.compile"],
+            search_aliases=["clip compile", "faster clip", "accelerate text encoder", "t5", "qwen", "gemma", "prompt", "torch.compile"],
             inputs=[
                 make_input(io.Clip, "clip", tooltip="The text encoders to make faster. They are not changed."),
                 *how_to_compile(),

@@ -1,4 +1,4 @@
-"""The VAE Skip Compile node."""
+"""The Plain VAE node."""
 
 from comfy_api.latest import io
 
@@ -13,7 +13,7 @@ class AccelVAESkipCompile(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelVAESkipCompile",
-            display_name="Accel: VAE Skip Compile",
+            display_name="Accel: Plain VAE",
             category="accel",
             description=(
                 "Keeps the VAE from being compiled, whatever else in the workflow compiles it. It runs once per image,"

@@ -1,4 +1,4 @@
-"""Accelerate Text Encoder on core's encoders: the same conditioning, and nothing compiled after the first prompt."""
+"""Text Encoder on core's encoders: the same conditioning, and nothing compiled after the first prompt."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""VAE Skip Compile on core's own VAE: whatever compiles it, its calls run uncompiled and give the same bits."""
+"""Plain VAE on core's own VAE: whatever compiles it, its calls run uncompiled and give the same bits."""
 
 import copy
 

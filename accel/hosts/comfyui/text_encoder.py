@@ -1,4 +1,4 @@
-"""Text encoders with compiled blocks: a view of a CLIP, for Accelerate Text Encoder."""
+"""Text encoders with compiled blocks: a view of a CLIP, for the node Text Encoder."""
 
 from __future__ import annotations
 
