@@ -34,10 +34,8 @@ class AccelModel(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "auto: on NVIDIA cards capture a whole model call once for each size (a CUDA graph) and replay "
-                        "it, which helps most at small sizes. Turn on CUDA graphs in the Accel tab for it. Takes "
-                        "GPU memory, which ComfyUI gets back when it needs it. Off by default: tried on one "
-                        "H200 and one H100 so far."
+                        "auto: replay whole model calls as CUDA graphs (NVIDIA; turn them on in the Accel tab). Most "
+                        "gain at small sizes; takes GPU memory."
                     ),
                 ),
             ],

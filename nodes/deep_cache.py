@@ -34,9 +34,8 @@ class AccelDeepCache(io.ComfyNode):
                     default=next(iter(QUALITIES)),
                     optional=True,
                     tooltip=(
-                        "How close to stay to the image without this node. Balanced plans for 40 dB (PSNR of the "
-                        "latent), Fast for 35. More dB skip less. Each run compares what it extrapolates with what it "
-                        "computes, and skips less where they differ. The dB are an estimate, not a promise."
+                        "How close to stay to the image without this node: Balanced plans for 40 dB (PSNR of the "
+                        "latent), Fast for 35. More dB skip less. An estimate, not a promise."
                     ),
                 ),
                 make_input(

@@ -26,8 +26,8 @@ class AccelSpeedUp(io.ComfyNode):
                 "image the node says what it gained."
             ),
             search_aliases=(
-                "faster, fast, slow, speed up, optimize, accelerate, performance, compile, torch compile, tensorrt, turbo, "
-                "cuda graph, teacache, wavespeed, first block cache, easycache, deepcache, sage, sageattention"
+                "faster, fast, slow, speed up, optimize, accelerate, performance, compile, torch compile, tensorrt, "
+                "turbo, cuda graph, teacache, wavespeed, first block cache, easycache, deepcache, sage, sageattention"
             ).split(", "),
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
@@ -37,9 +37,8 @@ class AccelSpeedUp(io.ComfyNode):
                     options=list(QUALITIES),
                     default=next(iter(QUALITIES)),
                     tooltip=(
-                        "Exact: compile only; the image is the same, up to rounding. Balanced: also skip steps that "
-                        "can be extrapolated, planned for 40 dB. Fast: skip more, for 35 dB. Balanced and Fast "
-                        "skip few steps or none below about 10 (Turbo, Lightning, LCM)."
+                        "Exact: same image, up to rounding. Balanced: also skips steps, hard to see (40 dB). Fast: "
+                        "skips more, small changes (35 dB). Few are skipped below 10 steps."
                     ),
                 ),
                 make_input(

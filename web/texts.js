@@ -47,9 +47,10 @@ export function t(key, values = {}) {
 export function reasonText({ code, fields, reason } = {}) {
   const found = sentence("accelReasons", code);
   if (found === undefined) return String(reason ?? "");
+  const shown = (name, value) => (name === "quality" && sentence("accelQualities", value)) || value;
   const texts = Object.entries(fields ?? {}).map(([name, value]) => [
     name,
-    value !== null && typeof value === "object" ? reasonText(value) : name === "quality" ? choiceText(value) : value,
+    value !== null && typeof value === "object" ? reasonText(value) : shown(name, value),
   ]);
   return filled(found, Object.fromEntries(texts));
 }

@@ -32,7 +32,7 @@ export function tellCompiling({ prompt_id: prompt }) {
     await loadTexts();
     const shown = [...document.querySelectorAll(".accel-node-text, .accel-panel")];
     if (!shown.some((element) => element.textContent && element.checkVisibility?.()))
-      toast("info", t("compiling"), t("compilingHint"));
+      toast("info", t("compilingToast"), t("compilingHint"));
   }, GATHER);
 }
 

@@ -17,7 +17,7 @@ _A_CALL = {
 
 _A_MACHINE = {
     "torch_lacks": "torch {torch} lacks {name}, which compiling needs: use torch 2.10 to 2.15",
-    "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and there is no {name}; this installs one: {command}",
+    "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and {name} was not found. Install it: {command}",
     "no_triton": "torch needs Triton for the GPU, and it is not installed; this installs it: {command}",
     "no_triton_of_torch": "torch needs Triton for the GPU, and it is not installed: install torch again from where it "
     "came, with the Triton that belongs to it",
@@ -47,9 +47,8 @@ _A_GRAPH = {
     "failed_beside_graph": "a call of it failed, through no fault of its compiled graph: {error}. The next run uses "
     "the graph again",
     "wrong_output": "its compiled output differs from the uncompiled one {times} times as much as rounding explains",
-    "slower": "compiled {compiled} ms, normal {eager} ms a call at this size: kept normal",
-    "host_bound": "Python is what its steps wait for, compiled {compiled} ms, normal {normal} ms a step at this size: "
-    "kept normal",
+    "slower": "slower at this size ({compiled} ms a call compiled, {eager} uncompiled)",
+    "host_bound": "its steps wait for Python ({compiled} ms a step compiled, {normal} uncompiled)",
     "host_bound_without_graphs": "{slow}. CUDA graphs would save most of that, and need another memory allocator",
 }
 
@@ -108,7 +107,7 @@ _SAVED = {
     "compiling_unsure": "How much compiling saved is not known: too few calls were timed.",
     "compiling_unmeasured": "How much compiling saved is not measured: timing is off.",
     "compiling_saved": "Compiling: an estimate. In their first calls blocks were timed on this machine, compiled and "
-    "uncompiled; that goes for this run's calls by their sizes.",
+    "uncompiled, and those times were applied to this run's calls, size by size.",
     "skipping_unused": "DeepCache skipped no step.",
     "skipping_unsure": "How much DeepCache saved is not known: this run had too few steps to compare.",
     "skipping_saved": "DeepCache: the median time of a full step, minus that of a skipped one, times the number "
@@ -136,7 +135,7 @@ _LINE = {
     "line_partly": "{share} of the calls uncompiled: {why}",
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
-    "line_quality": "planned for {asked} dB, {share} of the work skipped",
+    "line_quality": "{share} of the work skipped, planned for {asked} dB",
     "line_paid_back_at_once": "paid off at once",
     "line_none_skipped": "no step skipped: {why}",
     "few_steps": "with so few, each changes too much",

@@ -309,7 +309,7 @@ def test_the_panel_says_what_the_server_answers_and_no_more(page, name):
         ({**OFF, "choice": "off"}, "turn them on here", {"Turn on CUDA graphs": "on"}),
         ({**OFF, "choice": "off", "by_environment": True}, "ACCEL_CUDA_GRAPHS=on", {}),
         (graphs("restart", "on"), "changed: restart ComfyUI", {"Turn off CUDA graphs": "off"}),
-        (graphs("on", "on"), "torch uses its own allocator", {"Turn off CUDA graphs": "off"}),
+        (graphs("on", "on"), "on", {"Turn off CUDA graphs": "off"}),
         (graphs("blocked", "on"), "has chosen another allocator", {"Turn off CUDA graphs": "off"}),
         (graphs("given"), None, {}),
         (graphs("nowhere"), None, {}),
@@ -380,7 +380,7 @@ def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
-        (idle(), 200, "With Speed Up before the sampler"),
+        (idle(), 200, "Put Speed Up before the sampler"),
         ({"error": "no such route"}, 404, "restart ComfyUI"),
         ("", 500, "does not answer"),
         ({"graph_cache": {"entries": 1, "compilations": 1, "table": [{"name": "ResBlock"}]}}, 200, "ResBlock"),

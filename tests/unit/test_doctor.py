@@ -58,7 +58,7 @@ def test_machine_without_a_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(toolchain, "find_missing", lambda device: None)
     said = told()
-    assert said["Device"] == "none but the CPU" and said["CUDA graphs"].startswith("no: they need")
+    assert said["Device"] == "CPU only" and said["CUDA graphs"].startswith("no: they need")
     assert said["Compiling"].startswith("yes")
 
 
@@ -93,9 +93,9 @@ def graphs(card, monkeypatch, tmp_path):
 
 def test_allocator_and_choice_decide_about_cuda_graphs(graphs):
     assert graphs("native") == "yes: torch uses its own allocator, as ComfyUI was started"
-    assert graphs("native", did="native", kept="on") == "yes: turned on here, so torch uses its own allocator"
+    assert graphs("native", did="native", kept="on") == "on"
     assert graphs("native", did="native", kept="off") == "changed: restart ComfyUI"
-    turn_on = "no: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, and restart ComfyUI"
+    turn_on = "off: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, then restart ComfyUI"
     assert graphs("cudaMallocAsync") == graphs("cudaMallocAsync", kept="on", named="off") == turn_on
     assert graphs("cudaMallocAsync", kept="on") == "changed: restart ComfyUI"
     for did in ("flag", "configuration", "torch_loaded", "failed"):

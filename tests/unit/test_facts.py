@@ -226,7 +226,7 @@ SAID = [
             **{"by_compiling": saved(2.1), "eager_calls": 600},
             "fallbacks": uncompiled(Reason("slower", compiled="3.2", eager="3.0")),
         },
-        "about 1.3× · about 2.1 s saved · pays off after 6 more images · 40% of the calls uncompiled: compiled 3.2 ms",
+        "about 1.3× · about 2.1 s saved · pays off after 6 more images · 40% of the calls uncompiled: slower at",
     ),
     (
         {"compare_seconds": 48.0, "survey_seconds": 5.6, "load_seconds": 3.7, "loaded": 3, "seconds": 60.0}
@@ -270,7 +270,7 @@ def test_compiling_says_what_it_gained_or_what_stands_in_the_way(facts, said):
         ({"why_full": "another node makes the calls"}, "no step skipped: another node makes the calls"),
         (
             {"target_db": 40.0, "steps_taken": "FFSS", "skipped_work": 0.46},
-            "planned for 40 dB, 46% of the work skipped",
+            "46% of the work skipped, planned for 40 dB",
         ),
         (
             {"target_db": 40.0, "steps_taken": "F" * 4, "skipped_work": 0.0},

@@ -32,7 +32,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one_with_the_latest(caplog):
         before = said.counts()
         said.note("Block", Reason("slower", compiled=f"{milliseconds:.2f}", eager="1.2e-03"))
     fields = {"compiled": "3.04", "eager": "1.2e-03"}
-    reason = "compiled 3.04 ms, normal 1.2e-03 ms a call at this size: kept normal"
+    reason = "slower at this size (3.04 ms a call compiled, 1.2e-03 uncompiled)"
     assert [(str(why), calls) for (_, why), calls in said.subtract(before).items()] == [(reason, 1)]
     assert said.rows() == [{"block": "Block", "code": "slower", "fields": fields, "reason": reason, "calls": 2}]
     assert len([record for record in caplog.records if "runs uncompiled" in record.message]) == 1

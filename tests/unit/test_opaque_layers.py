@@ -114,7 +114,7 @@ def test_blocks_are_timed_by_turns_around_code_of_others_which_runs_once_in_each
     assert [fields["gain"] for name, fields in events if name == "probe_end"] == [None if is_left else 0.5]
     assert stable == [number >= passes for number in range(10)]  # a capture waits so long, and no longer
     assert sum(eager[:passes]) == passes and eager[passes:] == [2 * is_left] * (10 - passes)
-    assert ["kept normal" in reason for reason in reasons()] == [True] * is_left
+    assert ["slower at this size" in reason for reason in reasons()] == [True] * is_left
     assert sum(entry.calls for entry in cache.entries()) == 20 - sum(eager)
 
 

@@ -74,7 +74,7 @@ def test_portable_python_without_headers_or_libraries_is_said_before_triton_fail
 def test_missing_cpp_compiler_is_said_with_the_command_of_its_system(system, monkeypatch, platform, name, command):
     system(platform)
     said = str(toolchain.find_missing("cpu"))
-    assert f"there is no {name}; this installs one: " in said and command in said.partition("one: ")[2]
+    assert f"{name} was not found. Install it: " in said and command in said.partition("it: ")[2]
     monkeypatch.setattr(toolchain.shutil, "which", lambda name: name if name == "dnf" else None)
     assert platform != "linux" or str(toolchain.find_missing("cpu")).endswith(": dnf install gcc-c++")
 

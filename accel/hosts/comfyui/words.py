@@ -16,10 +16,10 @@ NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 SENTENCES.update(
     cuda_malloc_async="ComfyUI has torch allocate with cudaMallocAsync: turn on CUDA graphs in the Accel tab, or set "
     "ACCEL_CUDA_GRAPHS=on, and restart",
-    graphs_nowhere="no: they need an NVIDIA GPU, and ComfyUI uses none here",
+    graphs_nowhere="no: they need an NVIDIA GPU",
     graphs_given="yes: torch uses its own allocator, as ComfyUI was started",
-    graphs_on="yes: turned on here, so torch uses its own allocator",
-    graphs_off="no: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, and restart ComfyUI",
+    graphs_on="on",
+    graphs_off="off: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, then restart ComfyUI",
     graphs_unknown="yes, where they are turned on or ComfyUI was started with --disable-cuda-malloc",
     graphs_restart="changed: restart ComfyUI",
     graphs_blocked="no: --cuda-malloc, PYTORCH_CUDA_ALLOC_CONF or an extension that imports PyTorch early has chosen "
@@ -28,7 +28,7 @@ SENTENCES.update(
     versions_with_core="{versions}, ComfyUI {core}",
     core_is_old="{versions} (update it: Accel is tested with {oldest} and later)",
     device="{name}",
-    device_cpu="none but the CPU",
+    device_cpu="CPU only",
     compiles="yes",
     compiles_with="yes, with Triton {triton}",
     compiles_on_cpu="yes, with {compiler}; on a CPU it gains little",
