@@ -34,7 +34,7 @@ def main() -> int:
             return 1
         from .hosts import doctor
 
-        print("\n".join(doctor.lines()))
+        print("\n".join(f"{name}: {said}" for name, said in doctor.parts()))
         return 0
     print(f"usage: {f'python {_FILE}' if __name__ == '__main__' else 'comfy-accel'} doctor", file=sys.stderr)
     return 0 if arguments[:1] in (["-h"], ["--help"]) else 2

@@ -21,16 +21,7 @@ class AccelTextEncoder(io.ComfyNode):
                 "They run once per new prompt, so it can only pay off where prompts change often and encoding takes "
                 "seconds. Place it after the loaders and LoRAs, before CLIP Text Encode."
             ),
-            search_aliases=[
-                "clip compile",
-                "faster clip",
-                "accelerate text encoder",
-                "t5",
-                "qwen",
-                "gemma",
-                "prompt",
-                "torch.compile",
-            ],
+            search_aliases=["clip compile", "faster clip", "t5", "qwen", "gemma", "prompt", "torch.compile"],
             inputs=[
                 make_input(io.Clip, "clip", tooltip="The text encoders to make faster. They are not changed."),
                 *how_to_compile(),

@@ -100,8 +100,8 @@ TABLE = r'''
 +        if self._is_capturing:
 # wrong locale key
 @ comfyui/test_texts.py::test_both_languages_have_the_same_texts_with_the_same_blanks
--"showMore": "Show more
-+"showMores": "Show more
+-"tryAgain": "Try again
++"tryAgains": "Try again
 # node input without tooltip
 @ comfyui/test_texts.py::test_every_input_and_output_has_a_tooltip_and_both_languages
 -make_input(io.Model, "model", tooltip="The model to make faster. It is not changed itself.")

@@ -44,7 +44,7 @@ export function updateRow({ accelParts: parts }, row) {
   setText(parts.model, [row.model, row.dtype].filter(Boolean).join(" · "));
   setAttribute(parts.model, "title", [t("nameTip"), row.device, row.backend].filter(Boolean).join("\n"));
   setText(parts.usedFor, uses(row));
-  setAttribute(parts.usedFor, "title", allUses(row));
+  setAttribute(parts.usedFor, "title", t("usedForTip"));
   setText(parts.bytes, bytes(row.bytes));
   setAttribute(parts.bytes, "title", t("bytesTip"));
   setText(parts.hits, t("hitsNumber", { number: count(row.hits) }));
@@ -79,17 +79,6 @@ function uses(row) {
     contexts.length ? t("contextOf", { number: contexts.join(", ") }) : null,
   ];
   return parts.filter(Boolean).join(" · ") || NOTHING;
-}
-
-/** The same, a line for each. */
-function allUses(row) {
-  const used = Array.isArray(row.used_at) ? row.used_at : [];
-  const lines = used.map(({ latent, batch, context }) =>
-    [size(latent), t("batchOf", { number: batch }), context && t("contextOf", { number: context })]
-      .filter(Boolean)
-      .join(" · "),
-  );
-  return [t("usedForTip"), ...lines].join("\n");
 }
 
 const different = (values) => [...new Set(values.filter((value) => value !== null && value !== undefined))];

@@ -2,11 +2,13 @@
 
 import { budgetBar } from "./budget_bar.js";
 import { COLUMNS, keyOf, makeRow, updateRow } from "./cache_rows.js";
-import { clearCache, evictRow } from "./commands.js";
-import { button, fold, h, iconButton, reconcile, setAttribute, setText, show } from "./dom.js";
-import { MOST_ROWS, PAGE, feed } from "./feed.js";
+import { clearCache } from "./commands.js";
+import { fold, h, iconButton, reconcile, setAttribute, setText, show } from "./dom.js";
+import { feed } from "./feed.js";
 import { bytes, count, seconds } from "./format.js";
+import { evict, isFine } from "./server.js";
 import { t } from "./texts.js";
+import { toastFailure } from "./toasts.js";
 
 export function cacheSection() {
   const memory = budgetBar("cacheBytes");
@@ -17,7 +19,6 @@ export function cacheSection() {
   const body = h("div", { role: "rowgroup" });
   const table = h("div", { class: "accel-table", role: "table", "aria-label": t("graphCache") }, headings(), body);
   const rest = h("p", { class: "accel-muted" });
-  const more = button(t("showMore"), showMore);
   const element = fold(
     "cache",
     t("graphCache"),
@@ -26,7 +27,7 @@ export function cacheSection() {
     entries.element,
     h("div", { class: "accel-line" }, totals, clear),
     table,
-    h("div", { class: "accel-line" }, rest, more),
+    rest,
   );
 
   let cache = null;
@@ -42,7 +43,7 @@ export function cacheSection() {
     entries.update(cache.entries, cache.max_entries, count);
     const numbers = { hits: count(cache.hits), compiled: count(cache.compilations), loaded: count(cache.loaded) };
     setText(totals, t("totals", { ...numbers, evicted: count(cache.evictions), seconds: seconds(cache.seconds) }));
-    const rows = (cache.table ?? []).slice(0, feed.rows).map((row, index) => ({ row, key: keyOf(row, index) }));
+    const rows = (cache.table ?? []).map((row, index) => ({ row, key: keyOf(row, index) }));
     reconcile(
       body,
       rows,
@@ -55,14 +56,6 @@ export function cacheSection() {
     show(table, rows.length > 0);
     show(clear, cache.entries > 0);
     setText(rest, rows.length < all ? t("rowsOf", { shown: count(rows.length), all: count(all) }) : "");
-    show(more, rows.length < Math.min(all, MOST_ROWS));
-  }
-
-  async function showMore() {
-    const shown = body.children.length;
-    feed.rows = Math.min(MOST_ROWS, feed.rows + PAGE);
-    await feed.refresh();
-    body.children[shown]?.querySelector("button")?.focus();
   }
 
   /** The row goes; the focus moves to its neighbour, so that a keyboard keeps its place. */
@@ -70,9 +63,9 @@ export function cacheSection() {
     const neighbour = line.nextElementSibling ?? line.previousElementSibling;
     const hadFocus = line.contains(document.activeElement);
     line.classList.add("accel-leaving");
-    const isGone = await evictRow(id);
+    const answer = await evict(id);
     line.classList.remove("accel-leaving");
-    if (!isGone) return;
+    if (!isFine(answer)) return toastFailure("failedAction", answer);
     cache.table = cache.table?.filter((row) => row.id !== id); // or the server's message has taken it away by now
     draw();
     const next = neighbour?.isConnected ? neighbour.querySelector("button") : body.querySelector("button");

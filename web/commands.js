@@ -67,13 +67,6 @@ export async function clearCache() {
   feed.refresh();
 }
 
-/** Drop one entry of the graph cache; whether it is gone. */
-export async function evictRow(id) {
-  const answer = await server.evict(id);
-  if (!server.isFine(answer)) toastFailure("failedAction", answer);
-  return server.isFine(answer);
-}
-
 /** Save the server's report as a text file. */
 export async function exportReport() {
   await loadTexts();

@@ -6,8 +6,7 @@
 import { api } from "../../scripts/api.js";
 import { fetchState, isFine, problemOf } from "./server.js";
 
-export const PAGE = 50; // rows of the table that are shown at first, and more at a time
-export const MOST_ROWS = 5000;
+const ROWS = 200; // of the table, the last used
 const ENDS = ["run_end", "code_ready", "reconnecting", "reconnected"]; // of compiling
 const PAUSE = 500; // milliseconds; a run tells of many graphs one after the other
 
@@ -18,8 +17,6 @@ class Feed {
   problem = null;
   /** What is being compiled, `{name, number, of, seconds}`, with `at` (performance.now()) when that was said. */
   compiling = null;
-  /** How many of the table are shown. */
-  rows = PAGE;
 
   #watchers = new Set();
   #listeners = new Set();
@@ -59,7 +56,7 @@ class Feed {
     this.#isAsking = true;
     while (this.#isStale) {
       this.#isStale = false;
-      this.#take(await fetchState(this.rows));
+      this.#take(await fetchState(ROWS));
     }
     this.#isAsking = false;
     this.#tell();

@@ -21,16 +21,8 @@ let made = { language: null, formats: new Map() };
 function format(Kind, options) {
   if (made.language !== language()) made = { language: language(), formats: new Map() };
   const key = Kind.name + JSON.stringify(options);
-  if (!made.formats.has(key)) made.formats.set(key, new Kind(supported(made.language), options));
+  if (!made.formats.has(key)) made.formats.set(key, new Kind(made.language, options));
   return made.formats.get(key);
-}
-
-function supported(name) {
-  try {
-    return Intl.getCanonicalLocales(name);
-  } catch {
-    return "en";
-  }
 }
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);

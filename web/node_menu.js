@@ -30,14 +30,6 @@ function isSpedUp(graph, { origin_id: id }) {
   return isOurs(origin?.comfyClass) || before.some((link) => link && isSpedUp(graph, link));
 }
 
-/** Up to the left of another node, above all that is there. */
-function placeBefore({ pos: [x, y] }, node, others) {
-  const isBeside = (side, at, other, length) => at < other + length && other < at + node.size[side] + 40;
-  const isOver = ({ pos, size }) => [0, 1].every((side) => isBeside(side, node.pos[side], pos[side], size[side]));
-  node.pos = [x - node.size[0] - 40, y - node.size[1] - 60];
-  while (others.some(isOver)) node.pos[1] -= 40;
-}
-
 /** Put Speed Up in these links; those of one output share it. */
 function speedUp(graph, links) {
   const made = new Map();
@@ -46,7 +38,9 @@ function speedUp(graph, links) {
     const [origin, target, key] = [graph.getNodeById(from), graph.getNodeById(to), `${from} ${output}`];
     if (!made.has(key)) {
       const node = window.LiteGraph.createNode("AccelSpeedUp");
-      placeBefore(target, node, graph.nodes);
+      node.pos = [target.pos[0] - node.size[0] - 40, target.pos[1] - node.size[1] - 60];
+      const isOver = ({ pos, size }) => window.LiteGraph.overlapBounding([...pos, ...size], [...node.pos, ...node.size]);
+      while (graph.nodes.some(isOver)) node.pos[1] -= 40;
       graph.add(node);
       origin.connect(output, node, node.findInputSlot("model"));
       made.set(key, node);

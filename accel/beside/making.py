@@ -89,10 +89,9 @@ def progress() -> tuple[int, int]:
     return _process.done, _process.given
 
 
-def estimate_seconds_left() -> float | None:
-    """Until it is done with those, if the rest takes as long as they did; None before the first."""
-    done, given = progress()
-    return (time.monotonic() - _process.began) / done * (given - done) if done else None
+def estimate_seconds(done: int, more: int) -> float | None:
+    """For more graphs, by those that it is done with."""
+    return (time.monotonic() - _process.began) / done * more if done else None
 
 
 def tell_if_late() -> None:

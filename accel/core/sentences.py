@@ -136,7 +136,6 @@ _LINE = {
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
     "line_quality": "{share} of the work skipped, planned for {asked} dB",
-    "line_paid_back_at_once": "paid off at once",
     "line_none_skipped": "no step skipped: {why}",
     "few_steps": "with so few, each changes too much",
     "steps_differ": "too much changed between them",

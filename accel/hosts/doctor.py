@@ -21,11 +21,6 @@ from .comfyui.server import allocator
 _ATTENTION = "comfy.ldm.modules.attention"
 
 
-def lines() -> list[str]:
-    """One sentence for each part of the machine, each with what it is called first."""
-    return [f"{name}: {said}" for name, said in parts()]
-
-
 def parts() -> Iterator[tuple[str, Reason]]:
     """Each part of the machine: its name, and what is said of it."""
     device = _find_device()

@@ -14,9 +14,6 @@ from .run import Run, Skipping
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
 
-FAR_OFF = 50
-"""Images after which what was paid is back: so many are nothing to count on."""
-
 _MOST_REASONS = 8
 _MOST_BLOCKS = 3
 _LONGEST_TIMELINE = 100
@@ -122,10 +119,8 @@ def _describe_paid_time(run: Run, account: Account) -> list[Reason]:
     if account.saved is None:
         return [*parts, Reason("line_unmeasured") if run.compilations and how.code != "compiling_unmeasured" else how]
     parts += account.describe_later_images()
-    if after and after < FAR_OFF:
+    if after and after < 50:  # nobody counts on more
         parts.append(Reason("line_paid_back", images=after))
-    elif run.compilations and after == 0:
-        parts.append(Reason("line_paid_back_at_once"))
     return parts
 
 

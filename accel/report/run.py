@@ -163,10 +163,6 @@ class Run(Record):
         return {**made, "line_surveyed": self.survey_seconds, "line_compared": self.totals.compare_seconds}
 
     @property
-    def paid_seconds(self) -> float:
-        return sum(self.paid.values())
-
-    @property
     def is_traced(self) -> bool:
         """Whether what stands for compiled blocks ran uncompiled: the backend traces them and no more."""
         return (self.compiling or {}).get("backend") == "eager"
@@ -176,9 +172,9 @@ class Run(Record):
         own = [bool(settings) and node in (None, settings.get("node")) for settings in (self.compiling, self.caching)]
         savings = (self.totals.by_compiling, self.skipping.by_skipping)
         return Account(
-            worked=self.seconds - self.prepare_seconds - self.paid_seconds,
+            worked=self.seconds - self.prepare_seconds - sum(self.paid.values()),
             savings=() if self.failed else [saving for saving, is_own in zip(savings, own, strict=True) if is_own],
-            paid=self.paid_seconds if own[0] else 0.0,
+            paid=sum(self.paid.values()) if own[0] else 0.0,
             owed=sum(self.owed.values()) if own[0] else 0.0,
             images=self.latent[0] if self.latent else 1,
         )

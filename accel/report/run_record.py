@@ -62,7 +62,7 @@ class _Open:
             run.blocks, run.kinds = data["blocks"], data["kinds"]
             self.left |= Counter(data["left"])
         elif name == "sampling" and not run.prepare_seconds:
-            run.prepare_seconds = max(0.0, time.perf_counter() - self.began - run.paid_seconds)
+            run.prepare_seconds = max(0.0, time.perf_counter() - self.began - sum(run.paid.values()))
 
     def end(self, failed: bool, loaded_share: float | None, steps_done: int | None) -> bool:
         """Note that one of its wrappers has ended; True if the run has too. steps_done: of one that was interrupted."""

@@ -30,7 +30,7 @@ def card(monkeypatch):
 
 
 def told():
-    return dict(line.split(": ", 1) for line in doctor.lines())
+    return {name: str(said) for name, said in doctor.parts()}
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class CompileProgress:
             stop()
             if self._beside != making.progress():  # how far the code is that no image waits for
                 self._beside = ready, of = making.progress()
-                left, name = making.estimate_seconds_left(), "compiling" if ready < of else "code_ready"
+                left, name = making.estimate_seconds(ready, of - ready), "compiling" if ready < of else "code_ready"
                 emit(name, name="", number=ready + 1, of=of, stage=BESIDE, node=node_id, left=left)
             registry = self._find_registry()
             if self._compiled > done and registry is not None:
