@@ -88,6 +88,8 @@ def describe_value(value: Any, references: References) -> Any:
     if isinstance(value, enum.Enum):
         references.notes.watch(vars(value), "_value_")
         return (type(value).__qualname__, value.name, value.value if type(value.value) in PLAIN else None)
+    if hasattr(type(value), "__members__") and type(value).__mro__[-2].__name__ == "pybind11_object":  # as torch's are
+        return (type(value).__qualname__, value.name, value.value)
     if id(value) in references.open or len(references.open) >= MAX_DEPTH:
         raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__} inside of itself, or very deep")
     references.open.add(id(value))

@@ -23,6 +23,7 @@ from comfy_accel.accel.compile import traced_reads
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.code_snapshot import CodeSnapshot
 from kit.thorough import tuples_except
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 settings = types.ModuleType("settings_of_a_test")
 settings.table = {"gain": 1.0}
@@ -31,7 +32,7 @@ WATCHED, UNWATCHED, KEPT = set(), {"read_unwatched"}, {"keeps_state"}
 GAIN, ONE_TENSOR = 1.0, torch.tensor(1.0)
 LOCAL, QUEUE, NUMBER = threading.local(), collections.deque([1.0]), ctypes.c_float(1.0)
 OF_CONTEXT = contextvars.ContextVar("gain", default=1.0)
-TABLE, NESTED = {"gain": 1.0}, {"inner": [1.0]}
+TABLE, NESTED, BACKENDS = {"gain": 1.0}, {"inner": [1.0]}, [SDPBackend.MATH]
 SPACE = types.SimpleNamespace(gain=1.0, inner=types.SimpleNamespace(gain=1.0))
 gelu, code_of = F.gelu, builtins.ord
 
@@ -138,6 +139,16 @@ def set_ord(value):
     builtins.ord = code_of if value == 1.0 else lambda letter: value
 
 
+def with_backends(h, **options):  # as core's attention on a card
+    options["gain"] = float(len(BACKENDS))
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        return h * options["gain"]
+
+
+def set_backends(value):
+    BACKENDS[:] = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION][: 2 - (value == 1.0)]
+
+
 def set_class(value):
     Config.gain = value
 
@@ -206,6 +217,7 @@ WAYS = {
     "a default": Way(lambda block, h: with_default(h), lambda value: setattr(with_default, "__defaults__", (value,))),
     "a default's item": Way(lambda block, h: with_table(h), put_item(with_table.__defaults__[0], "gain")),
     "a cell": Way(lambda block, h: scale(h), set_gain),
+    "torch's enumeration": Way(lambda block, h: with_backends(h), set_backends),
     "torch's function": Way(lambda block, h: F.gelu(h), set_gelu),
     "torch's type of tensors": Way(lambda block, h: h * (1 + torch.ones(1).element_size()), set_type),
     "torch's switch": Way(
