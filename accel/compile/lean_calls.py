@@ -106,20 +106,13 @@ def _output(out: Any, results: Any, tensors: Sequence[torch.Tensor], changed: Se
     if any(id(part) not in places for part in parts):
         return None
     order = [places[id(part)] for part in parts]
-    choose = items_at(order)
-    if parts is not out:
-        choose = operator.itemgetter(*order)
-    elif type(out) is list:
-        choose = _make_list(choose)
+    take = items_at(order) if parts is out else operator.itemgetter(*order)
+    choose = (lambda values: list(take(values))) if type(out) is list else take
     if min(order, default=0) >= 0:
         return lambda results, tensors: choose(results)
     if max(order) < 0:
         return lambda results, tensors: choose(tensors)
     return lambda results, tensors: choose((*results, *tensors))
-
-
-def _make_list(choose: Callable) -> Callable:
-    return lambda values: list(choose(values))
 
 
 _LAUNCHER = """# in which torch has the sizes of a grid as text; it loads this as it does its own code
