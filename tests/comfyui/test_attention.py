@@ -13,7 +13,7 @@ from comfy_accel.accel.hosts.comfyui import attention
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
 from kit.compiled import graphs
-from kit.families import DITS, FAMILIES
+from kit.families import FAMILIES
 from kit.other_nodes import image_prompt
 from kit.thorough import thorough_except
 
@@ -74,14 +74,6 @@ def _unet():
     )
 
 
-def _dit(name):
-    return Tiny(DITS[name].load(), functools.partial(_sampled, name))
-
-
-def _sampled(name, model, size):
-    return DITS[name].sample(model, size, steps=1)
-
-
 def _family(case):
     return Tiny(case.load(), lambda model, size: torch.cat([t.flatten() for t in case.sample(model, size, steps=1)]))
 
@@ -92,9 +84,7 @@ KINDS = ["SD1.5", "Flux", "Wan", *(name for name in ("MiniMax H3",) if FAMILIES[
 
 @pytest.fixture(params=thorough_except(KINDS, "Wan", "MiniMax H3"))
 def tiny(request):
-    if request.param in FAMILIES:
-        return _family(FAMILIES[request.param])
-    return _unet() if request.param == "SD1.5" else _dit(request.param)
+    return _family(FAMILIES[request.param])
 
 
 def test_override_is_called_from_compiled_blocks_and_another_compiles_nothing(tiny):

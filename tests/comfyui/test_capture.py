@@ -4,6 +4,7 @@ What captures here is `kit.captures`: operators on fixed storages, with the rule
 where a test is not about them, since tracing is most of a test's time.
 """
 
+import functools
 import gc
 import sys
 import types
@@ -44,14 +45,6 @@ def fast(model, cache, settings=EAGER_BLOCKS):
     return accelerate(model, settings, cache, graphs=True)
 
 
-def fast_and_cached(model, settings, cached_first, cache):
-    return (
-        fast(apply_deep_cache(model, settings), cache)
-        if cached_first
-        else apply_deep_cache(fast(model, cache), settings)
-    )
-
-
 def assert_reads_only_weights_and_buffers(capturer, cache, *networks):
     own = [tensor for member in cache.captures.members for tensor in member._buffers.tensors]
     weights = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
@@ -90,7 +83,8 @@ def test_full_steps_of_deep_cache_share_the_one_capture_and_skipped_ones_replay_
     model, run = load(name)
     expected = run(apply_deep_cache(model, settings), 12)
     steps = last_run()
-    both = fast_and_cached(model, settings, cached_first, cache)
+    steps_skipped = functools.partial(apply_deep_cache, settings=settings)
+    both = fast(steps_skipped(model), cache) if cached_first else steps_skipped(fast(model, cache))
     for _ in range(2):
         before = capturer.replays
         assert torch.equal(run(both, 12), expected) and last_run() == steps

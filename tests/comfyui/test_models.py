@@ -23,7 +23,7 @@ from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.report.run_record import records
 from kit import families
 from kit import streamed_weights as stand_in
-from kit.captures import capturing_cache
+from kit.captures import EAGER_BLOCKS, capturing_cache
 from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.core_families import NOT_SAMPLED, OTHERS
@@ -72,7 +72,6 @@ BESIDE, NOT_CAPTURED = "; other blocks: ", "not captured as a CUDA graph: "
 
 
 SETTINGS = CompileSettings(backend="eager")
-EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
 
 ROUNDS = {"ACE-Step 1.5": 2e-6, "ACE-Step": 2e-6, "TripoSplat": 2e-6} | dict.fromkeys(("Cosmos", "Cosmos i2v"), 2e-5)
 ROUNDS |= dict.fromkeys(("SVD", "SV3D u", "SV3D p"), 4e-5)

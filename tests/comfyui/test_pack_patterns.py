@@ -200,15 +200,11 @@ def model_forward(model):
 # Hooks, and what is replaced everywhere
 
 
-def hooks(cls, pre=False):
+def hooks(cls):
     def on(model):
         stack = contextlib.ExitStack()
         for _, part in parts(model, cls):
-            if pre:
-                handle = part.register_forward_pre_hook(lambda part, args: (args[0] * 0.95, *args[1:]))
-            else:
-                handle = part.register_forward_hook(lambda part, args, out: out * 0.95)
-            stack.callback(handle.remove)
+            stack.callback(part.register_forward_hook(lambda part, args, out: out * 0.95).remove)
         return stack
 
     return on

@@ -23,6 +23,7 @@ from comfy_extras import nodes_model_patch
 
 from kit.controls import network, wan_vae
 from kit.core_families import OTHERS
+from kit.deep_cache import SMALL
 from kit.families import FAMILIES, Shapes, TinyFamily
 from kit.other_nodes import caller, find
 from kit.tiny_models import UNET, Family, randomize
@@ -90,15 +91,9 @@ class Row:
 # Families
 
 
-_UNET = UNET | {
-    "num_res_blocks": [1, 1],
-    "channel_mult": [1, 2],
-    "transformer_depth": [1, 1],
-    "transformer_depth_output": [1] * 4,
-}
 _PICTURE = ((4, 16, 16),), ((4, 12, 20),)
 _SAME_FRAMES = ((16, 3, 8, 8),), ((16, 3, 6, 10),)
-_UNET_FAMILY = TinyFamily(Family("UNet", "SD15", _UNET, 768), _PICTURE)
+_UNET_FAMILY = TinyFamily(Family("UNet", "SD15", UNET | SMALL, 768), _PICTURE)
 
 _ALL = FAMILIES | {
     "UNet": _UNET_FAMILY,

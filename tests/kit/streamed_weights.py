@@ -308,10 +308,10 @@ class _HostBuffer:
 
 
 @contextmanager
-def streaming(streams: int = 2) -> Iterator[Card]:
+def streaming() -> Iterator[Card]:
     """In this context core streams the weights of patchers made by `Card.streamed`, or by core's loaders on `CARD`.
 
-    streams: 0 is a core without asynchronous offloading. Models and tensors made inside are void afterwards.
+    Models and tensors made inside are void afterwards.
     """
     import comfy.model_management
     import comfy.ops
@@ -324,7 +324,7 @@ def streaming(streams: int = 2) -> Iterator[Card]:
     management, own_cast = comfy.model_management, comfy.ops.cast_bias_weight
 
     def in_turn() -> Iterator[Stream]:
-        for last, stream in pairwise(cycle(card.streams[:streams])):
+        for last, stream in pairwise(cycle(card.streams)):
             last.wait_stream(current)  # as core does, whose layers release streamed weights without
             yield stream.begin()
 
@@ -333,9 +333,7 @@ def streaming(streams: int = 2) -> Iterator[Card]:
     turns = in_turn()
 
     def get_offload_stream(device: torch.device) -> Stream | None:
-        if not streams or torch.compiler.is_compiling():
-            return None
-        return next(turns)
+        return None if torch.compiler.is_compiling() else next(turns)
 
     def cast_bias_weight(s: Any, input: Any = None, dtype: Any = None, device: Any = None, *args: Any, **kwargs: Any):
         """Core's, which takes weights to be in place where they and the input are on one device."""
@@ -351,7 +349,7 @@ def streaming(streams: int = 2) -> Iterator[Card]:
             (comfy_aimdo.vram_buffer, "VRAMBuffer", lambda size, device: VRAMBuffer(card, size, device)),
             (management.args, "disable_pinned_memory", True),
             (management, "is_device_cpu", lambda device: device == torch.device("cpu")),
-            (management, "NUM_STREAMS", streams),
+            (management, "NUM_STREAMS", len(card.streams)),
             (management, "get_offload_stream", get_offload_stream),
             (management, "get_aimdo_cast_buffer", lambda stream, device: stream.cast_buffer(device)),
             (management, "current_stream", lambda device: current),

@@ -6,9 +6,6 @@ Imported by tests that have made sure that diffusers is there.
 import diffusers
 import torch
 
-from kit import deep_transformers
-from kit.step_cache import every
-
 CONTEXT_DIM = 16
 STEPS = 6
 
@@ -16,13 +13,6 @@ SD = {
     "block_out_channels": (16, 32, 32),
     "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-}
-SDXL = {
-    "block_out_channels": (16, 32, 32),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 1, 2),
-    "use_linear_projection": True,
 }
 
 
@@ -61,11 +51,6 @@ def sample(pipe, height=64, width=64, batch=1, steps=STEPS, **arguments):
         **size,
         **arguments,
     ).images
-
-
-def sample_cached(pipe, interval, **arguments):
-    """Latents of one call with DeepCache, and its full and skipped steps."""
-    return deep_transformers.sample_cached(pipe, every(interval), sample, **arguments)
 
 
 def difference(actual, expected):

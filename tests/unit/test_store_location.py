@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -11,8 +10,6 @@ from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.store import graph_store, location
 from comfy_accel.accel.store.graph_store import GraphStore
 from kit.stores import load, reasons, save
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def server(home):

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 settings = types.ModuleType("settings_of_a_test")
 settings.table = {"gain": 1.0}
-WATCHED, UNWATCHED, KEPT = set(), {"read_unwatched"}, {"keeps_state"}
+UNWATCHED, KEPT = {"read_unwatched"}, {"keeps_state"}
 
 GAIN, ONE_TENSOR = 1.0, torch.tensor(1.0)
 LOCAL, QUEUE, NUMBER = threading.local(), collections.deque([1.0]), ctypes.c_float(1.0)
@@ -79,7 +79,7 @@ class Kind(enum.Enum):
     ONE = 1.0
 
 
-SLOTS, FINDING, CONFIG = Slots(), Finding(), Config()
+SLOTS, FINDING = Slots(), Finding()
 
 
 def with_attribute(h):
