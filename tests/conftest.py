@@ -107,6 +107,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture
+def counts():
+    """Full and skipped steps of each run of DeepCache that ends from now on."""
+    from comfy_accel.accel.core.events import subscribe
+
+    def hear(name, data):
+        if name == "deep_cache_run":
+            found.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
+
+    found, stop = [], subscribe(hear)
+    yield found
+    stop()
+
+
+@pytest.fixture
 def hide(monkeypatch):
     """From names of `torch_internals` to a torch without them."""
 

@@ -19,6 +19,7 @@ from comfy_accel.accel.modules.substitution import StandIn
 from comfy_accel.accel.report.facts import line_of
 from comfy_accel.accel.report.run_record import records
 from kit import tiny_models
+from kit.blocks import raising
 from kit.compiled import forwards_in_place, graphs
 from torch._dynamo.utils import counters
 
@@ -81,9 +82,7 @@ def test_block_that_nobody_tried_to_compile_is_counted_named_in_the_log_and_in_t
 
 
 def test_stop_with_the_reason_raises_instead(small_unet, sample):
-    def broken(graph, examples):
-        raise RuntimeError("the compiler is not installed")
-
+    broken = raising(RuntimeError("the compiler is not installed"))
     with pytest.raises(Trouble, match="the compiler is not installed"):
         sample(fast(small_unet, backend=broken, stop_on_trouble=True))
     assert forwards_in_place(small_unet.model.diffusion_model) == []

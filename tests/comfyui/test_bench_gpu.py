@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.nodes import speed_up
+from kit.blocks import raising
 from kit.captures import CpuCapturer
 
 from dev import ROOT, Problem
@@ -55,10 +56,7 @@ def test_speed_up_is_a_contender_as_its_node_installs_it(monkeypatch):
 
 
 def test_contender_that_fails_is_told(monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("cannot")
-
-    monkeypatch.setattr(gpu_parts, "accelerate", fail)
+    monkeypatch.setattr(gpu_parts, "accelerate", raising(RuntimeError("cannot")))
     with pytest.raises(Problem, match="1 failures, the first: Flux, .* cannot"):
         measure_steps("Flux", CAPTURED)
 

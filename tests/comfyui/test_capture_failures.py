@@ -9,14 +9,12 @@ import functools
 import comfy.model_management
 import pytest
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.capture_key import CaptureKey
-from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
-from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons
+from kit.captures import EAGER_BLOCKS, CpuCapturer, capturing_cache, left, reasons
 from kit.deep_cache import SMALL
 from kit.families import DITS
 from kit.other_nodes import lora
@@ -41,19 +39,13 @@ def image(model, name, size=0, steps=4, **more):
     return DITS[name].sample(model, size=size, steps=steps, **more)
 
 
-def troubled(stage=None, error=RuntimeError, **bounds):
-    capturer, cache = CpuCapturer(stage, error), GraphCache(**bounds)
-    cache.captures = CapturePool(capturer)
-    return capturer, cache
-
-
 def fast(model, cache, settings=EAGER_BLOCKS):
     return accelerate(model, settings, cache, graphs=True)
 
 
 def test_interrupt_ends_the_run_and_the_next_image_is_right():
     """Of other errors, at any stage, unit/test_model_capture.py asks the same."""
-    capturer, cache = troubled("later replay", Interrupt)
+    cache, capturer = capturing_cache(CpuCapturer("later replay", Interrupt))
     for _ in range(2):
         with pytest.raises(Interrupt):
             image(fast(load("Flux"), cache), "Flux")
@@ -64,7 +56,7 @@ def test_interrupt_ends_the_run_and_the_next_image_is_right():
 
 def test_failure_inside_compiled_blocks_leaves_them_compiled_and_right():
     settings = CompileSettings(backend="eager")
-    capturer, cache = troubled()
+    cache, capturer = capturing_cache()
     expected = image(accelerate(load("Wan"), settings, cache), "Wan")
     kernels = cache.statistics()["compilations"]
     for stage in ("warm_up", "during", "later replay"):
@@ -128,7 +120,7 @@ def test_weights_moved_or_unloaded_between_two_steps_leave_the_image_right(chang
     model = lora(model) if patched else model
     expected = image(model, "UNet", steps=6, callback=interfere(change, model, 3))
     later = image(model, "UNet", steps=6)
-    capturer, cache = troubled()
+    cache, capturer = capturing_cache()
     model_fast = fast(model, cache)
     got = image(model_fast, "UNet", steps=6, callback=interfere(change, model_fast, 3))
     assert torch.equal(got, expected)

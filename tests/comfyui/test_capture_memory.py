@@ -9,15 +9,14 @@ import weakref
 import comfy.model_management as core
 import pytest
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import shared
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, Settings
-from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, room_for_captures
 from kit import tiny_models
-from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons
+from kit.captures import EAGER_BLOCKS, capturing_cache, left, reasons
 from kit.deep_cache import SMALL
 
 CPU = torch.device("cpu")
@@ -179,9 +178,7 @@ def test_asking_waits_for_a_replay_of_another_thread(cache, capturer):
 
 
 def test_neither_the_cache_nor_a_model_is_kept_alive_by_the_entry():
-    cache = GraphCache()
-    cache.captures = CapturePool(CpuCapturer())
-    model = unet()
+    cache, model = capturing_cache()[0], unet()
     image(fast(model, cache))
     network, kept = weakref.ref(model.model.diffusion_model), weakref.ref(cache)
     del model

@@ -10,9 +10,9 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from kit.blocks import heard
 from kit.compiled import forwards_in_place, graphs
 from kit.controls import CONTROLS, SMALL, TinyControl, adapter, image, unet_control
 from kit.thorough import thorough_except
@@ -75,18 +75,15 @@ Control-LoRA and two of Flux are compiled in test_controlnet_runs.py too."""
 
 @pytest.mark.parametrize("name", thorough_except(CONTROLS, *(name for name in CONTROLS if name not in TWICE)))
 def test_control_of_every_sort_gives_the_same_at_every_size_from_its_first_graphs(name):
-    specimen, found, hits = CONTROLS[name], [], cache.statistics()["hits"]
+    specimen, hits = CONTROLS[name], cache.statistics()["hits"]
     plain = specimen.build()
     given, accelerated = specimen.hinted(plain, hint()), specimen.hinted(fast(plain), hint())
     compiled = []
-    stop = subscribe(lambda event, data: found.append(data["kinds"]) if event == "survey" else None)
-    try:
+    with heard("survey") as found:
         for step, size in enumerate(SIZES):
             assert_same(residuals(accelerated, specimen, size, step), residuals(given, specimen, size, step))
             compiled.append(graphs())
-    finally:
-        stop()
-    assert found == [specimen.kinds] * len(SIZES)  # one survey a run
+    assert [fields["kinds"] for fields in found] == [specimen.kinds] * len(SIZES)  # one survey a run
     assert len(set(compiled)) == 1, compiled
     assert not counters["graph_break"] and fallbacks.rows() == []
     assert cache.statistics()["hits"] > hits

@@ -8,13 +8,13 @@ import comfy.model_sampling
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache import run as running
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.deep_cache import AccelDeepCache
 from kit import tiny_models
+from kit.blocks import heard
 from kit.deep_cache import assert_no_trace, cached, calls_of, counts, last_run, said
 from kit.step_cache import Fixed
 
@@ -96,14 +96,9 @@ def test_run_knows_the_window_and_the_kind_of_its_noise_levels(small_unet, sampl
 
 
 def test_run_tells_what_it_did(small_unet, sample, caplog):
-    events = []
-    stop = subscribe(lambda name, data: events.append((name, data)))
-    try:
-        with caplog.at_level("INFO"):
-            sample(cached(small_unet), **RUN)
-    finally:
-        stop()
-    (told,) = (data for name, data in events if name == "deep_cache_run")
+    with caplog.at_level("INFO"), heard("deep_cache_run") as events:
+        sample(cached(small_unet), **RUN)
+    (told,) = events
     assert told["skipping"].steps_taken == TAKEN
     assert len(told["began"]) == 7 and sorted(told["began"]) == list(told["began"])
     assert last_run() == dict(full_steps=FULL, skipped_steps=SKIPPED, target_db=40.0, skipped_work=SKIPPED / 7)

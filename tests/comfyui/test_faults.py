@@ -9,6 +9,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.compile_inputs import settings
 from kit import tiny_models
+from kit.blocks import raising
 from kit.compiled import forwards_in_place
 
 
@@ -92,14 +93,9 @@ def test_interrupt_in_mid_compile_passes_and_leaves_nothing(small, sample):
 
 
 def test_comfyuis_interrupt_inside_a_compiled_block_is_not_swallowed(small, sample):
-    def backend(graph, examples):
-        def run(*args):
-            raise comfy.model_management.InterruptProcessingException
-
-        return run
-
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        sample(fast(small, backend, GraphCache()), 64, 64)
+    interrupt = comfy.model_management.InterruptProcessingException
+    with pytest.raises(interrupt):
+        sample(fast(small, lambda graph, examples: raising(interrupt), GraphCache()), 64, 64)
     assert fallbacks.rows() == []
     assert forwards_in_place(small.model) == []
 

@@ -25,7 +25,8 @@ from comfy_accel.accel.hosts.comfyui.text_encoder import accelerate_clip
 from comfy_accel.accel.modules.substitution import Order, substitute
 from comfy_accel.accel.signature.output_check import compare_to_rounding
 from kit.compiled import graphs
-from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain, saving
+from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain
+from kit.stores import saving
 from kit.tiny_encoders import ENCODERS
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

@@ -12,7 +12,8 @@ from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substitute
 from kit.compiled import graphs
-from kit.quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised, saving
+from kit.quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised
+from kit.stores import saving
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("without_gradients")

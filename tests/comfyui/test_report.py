@@ -24,6 +24,7 @@ from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes.report import AccelReport
 from kit import tiny_models
+from kit.blocks import heard, raising
 from kit.step_cache import every, letters
 
 warm = GraphCache()
@@ -66,17 +67,14 @@ def image(model, **arguments):
 
 
 def test_what_is_compiled_beside_the_image_is_told_when_it_changes(monkeypatch):
-    now, told, began = [(0, 0)], [], time.monotonic() - 30
+    now, began = [(0, 0)], time.monotonic() - 30
     monkeypatch.setattr(making, "progress", lambda: now[-1])
     monkeypatch.setattr(making._process, "began", began)
     progress = CompileProgress()
-    stop = events.subscribe(lambda name, data: told.append((name, data)))
-    try:
+    with heard() as told:
         for done in ((0, 0), (0, 2), (0, 2), (1, 2), (2, 2), (2, 2)):
             with progress.report_call(2, "7"):
                 now.append(done)
-    finally:
-        stop()
     lefts = [data.pop("left") for _, data in told]
     assert told == [
         (name, {"name": "", "number": number, "of": 2, "stage": "beside", "node": "7"})
@@ -141,11 +139,9 @@ def test_core_older_than_this_pack_is_tested_with_is_told(monkeypatch):
 
 
 def test_run_that_is_interrupted_is_recorded_as_failed_and_passes_on(unet):
-    def stop(*_):
-        raise comfy.model_management.InterruptProcessingException
-
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        image(fast(apply_deep_cache(unet, UNIFORM)), callback=stop)
+    interrupt = comfy.model_management.InterruptProcessingException
+    with pytest.raises(interrupt):
+        image(fast(apply_deep_cache(unet, UNIFORM)), callback=raising(interrupt))
     assert records.last().failed
     assert "until it failed or was stopped" in report.write_report()
 
@@ -222,11 +218,11 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     from comfy_execution.graph import DynamicPrompt
     from comfy_execution.utils import CurrentNodeContext
 
-    heard, told = [], []
+    moved = []
 
     class Watch(progress.ProgressHandler):
         def update_handler(self, node_id, value, max_value, state, prompt_id, image=None):
-            heard.append((node_id, value, max_value))
+            moved.append((node_id, value, max_value))
 
     prompt = {
         "7": {"class_type": "AccelModel", "inputs": {}},
@@ -240,21 +236,19 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     with CompileProgress().report_call(2, "of another prompt"):
         events.emit("compile_start", name="block")
         events.emit("compile_end")
-    assert {node for node, _, _ in heard} == {"sampler"}
-    heard.clear()
-    stop = events.subscribe(lambda name, data: told.append(data) if name == "compiling" else None)
+    assert {node for node, _, _ in moved} == {"sampler"}
+    moved.clear()
     try:
-        with CurrentNodeContext("prompt", "sampler"):
+        with CurrentNodeContext("prompt", "sampler"), heard("compiling") as told:
             image(fast(unet, GraphCache(), made_by="AccelModel"))
     finally:
-        stop()
         sampler, own = registry.nodes["sampler"], registry.nodes["7"]
         progress.reset_progress_state("", DynamicPrompt({}))
     kinds = records.last().kinds
-    assert {node for node, _, _ in heard} == {"7"} and set(registry.nodes) == {"sampler", "7"}
-    values = [value for _, value, _ in heard]
+    assert {node for node, _, _ in moved} == {"7"} and set(registry.nodes) == {"sampler", "7"}
+    values = [value for _, value, _ in moved]
     of = len(STAGES) * kinds
-    assert values == sorted(values) and values[0] == 0 and values[-1] == of and heard[-1][2] == of
+    assert values == sorted(values) and values[0] == 0 and values[-1] == of and moved[-1][2] == of
     assert {1, len(STAGES) + 1} <= set(values), "a step for each stage"
     assert own["state"] is progress.NodeState.Finished
     assert sampler["state"] is progress.NodeState.Running and (sampler["value"], sampler["max"]) == (1, 3)

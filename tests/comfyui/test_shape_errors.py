@@ -9,6 +9,7 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.sizes.shape_errors import ShapeMismatch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import tiny_models
+from kit.blocks import raising
 from kit.families import DITS
 from kit.tiny_models import sample_latent
 
@@ -73,11 +74,7 @@ def unet():
 def fail_with(error, model):
     """The model, with somebody's patch in it that raises this error."""
     patched = model.clone()
-
-    def wrapper(apply_model, arguments):
-        raise error
-
-    patched.set_model_unet_function_wrapper(wrapper)
+    patched.set_model_unet_function_wrapper(raising(error))
     return patched
 
 

@@ -6,7 +6,6 @@ import comfy.samplers
 import pytest
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui import models
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import QUALITIES
@@ -15,6 +14,7 @@ from comfy_accel.nodes.deep_cache import AccelDeepCache
 from comfy_accel.nodes.speed_up import AccelSpeedUp
 from comfy_extras import nodes_custom_sampler
 from kit import real_prompts, tiny_models, tiny_vaes
+from kit.blocks import heard
 from kit.real_prompts import give, keep
 from kit.tiny_models import sample
 
@@ -134,17 +134,13 @@ def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
         "conditioning": tiny_models.conditioning(),
         "latent": {"samples": torch.zeros(1, 4, 8, 8)},
     }
-    told = []
-    stop = subscribe(lambda name, data: told.append(data["run"].lines) if name == "run_over" else None)
-    try:
+    with heard("run_over") as told:
         prompts.run(prompt, **things)
-    finally:
-        stop()
     run = records.last()
     assert (run.samplings, run.steps, len(run.skipping.steps_taken), run.pixels) == (2, 17, 17, (96, 64))
     skipped = run.skipping.steps_taken.count("S")
     assert skipped and said().endswith(f"{skipped / 17:.0%} of the work skipped, planned for 35 dB")
-    assert [list(lines) for lines in told] == [["7"], ["7"]] and told[-1] == run.lines
+    assert [list(over["run"].lines) for over in told] == [["7"], ["7"]] and told[-1]["run"].lines == run.lines
     assert records.last().skipping.steps_taken == run.skipping.steps_taken
     assert 0 < run.prepare_seconds < run.seconds
     prompts.run({**prompt, "4": sampler(["3", 0], 13)}, **things)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import Benchmark
-from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import RunEagerly
@@ -23,6 +22,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from kit import captures, tiny_models
 from kit import streamed_weights as stand_in
+from kit.blocks import heard, raising
 from kit.captures import capturing_cache
 from kit.compiled import graphs
 from kit.families import DITS
@@ -52,12 +52,9 @@ def reasons() -> list[str]:
 @contextmanager
 def all_compiled():
     """Inside, no block may run without its graph."""
-    eager = []
-    stop = events.subscribe(lambda name, data: name == "run_calls" and eager.append(data["totals"].eager_calls))
-    try:
+    with heard("run_calls") as runs:
         yield
-    finally:
-        stop()
+    eager = [run["totals"].eager_calls for run in runs]
     assert eager and not any(eager) and reasons() == []
 
 
@@ -192,17 +189,13 @@ def test_graph_that_runs_out_of_memory_or_is_interrupted_holds_no_weights(card, 
     model, cache = with_lora(card.streamed(FLUX.load()), 1.0), GraphCache() if measured else warm
     expected, made = sample(model), compiled(model, cache, measured=measured)
     card.capacity = card.size // 2
-
-    def run(tensors):
-        raise error
-
     with monkeypatch.context() as patched:
         patched.setattr(Benchmark, "_judge", lambda self: None)  # it goes on
         sample(made)
         found = [graph for entry in cache._entries.values() for graph in entry.graphs]
         assert found
         for graph in found:
-            patched.setattr(graph, "run", run)
+            patched.setattr(graph, "run", raising(error))
         if error is torch.OutOfMemoryError:
             assert torch.equal(sample(made), expected)
         else:
@@ -378,11 +371,7 @@ def test_layers_that_lack_what_core_s_have_run_compiled(card):
 
 def test_block_whose_weights_nobody_knows_how_to_take_runs_eagerly(card, monkeypatch):
     expected, model = sample(FLUX.load()), card.streamed(FLUX.load())
-
-    def failing(block, names):
-        raise AttributeError("an extension's layer")
-
-    monkeypatch.setattr(streamed, "weight_slots", failing)
+    monkeypatch.setattr(streamed, "weight_slots", raising(AttributeError("an extension's layer")))
     assert torch.equal(sample(compiled(model)), expected)
     assert set(reasons()) == {"weights_not_taken"} and graphs() == 0 and card.pins == 0
 

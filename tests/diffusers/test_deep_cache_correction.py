@@ -5,12 +5,12 @@ import copy
 import diffusers
 import pytest
 import torch
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers import deep_cache as host
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.hosts.diffusers.predictions import _copy_to_cpu, facts_of
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule
 from kit import deep_transformers, tiny_pipelines
+from kit.blocks import heard
 from kit.step_cache import corrections_told, every
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -131,11 +131,9 @@ def test_nothing_is_foretold_across_a_change_of_guidance():
         return tensors
 
     def taken(**how):
-        told = []
-        stop = subscribe(lambda name, data: name == "deep_cache_run" and told.append(data["skipping"].steps_taken))
-        cached(pipe, settings=every(9), steps=8, **how)
-        stop()
-        return told[-1]
+        with heard("deep_cache_run") as told:
+            cached(pipe, settings=every(9), steps=8, **how)
+        return told[-1]["skipping"].steps_taken
 
     pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler")
     assert taken() == "FFSSSSSS" and taken(callback_on_step_end=changed) == "FFSSFFSS"

@@ -8,7 +8,6 @@ import diffusers
 import pytest
 import torch
 from comfy_accel.accel import accelerate_pipeline, restore
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.hosts.diffusers.predictions import wrap_steps
 from comfy_accel.accel.step_cache.run import DeepCacheRun
@@ -37,18 +36,6 @@ def cached(pipe, plain):
     latents, counts = sample_cached(pipe, EVERY_THIRD, **SMALL)
     assert counts == [CACHED] and not torch.equal(latents, plain)
     return latents
-
-
-@pytest.fixture
-def counts():
-    found = []
-    unsubscribe = subscribe(
-        lambda name, data: (
-            name == "deep_cache_run" and found.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
-        )
-    )
-    yield found
-    unsubscribe()
 
 
 def state_of(pipe):

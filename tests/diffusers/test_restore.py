@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from comfy_accel.accel.hosts.diffusers.component_call import call_of
 from comfy_accel.accel.modules.substitution import StandIn
 from diffusers import StableDiffusionImg2ImgPipeline
 from kit import pipeline_zoo as zoo
+from kit.blocks import raising
 from kit.pipeline_zoo import compiled_image, eager_image, image
 from kit.tiny_pipelines import difference
 
@@ -96,11 +98,7 @@ class Stopped(BaseException):
 @pytest.mark.parametrize("error", [Stopped, RuntimeError])
 @pytest.mark.parametrize("where", ["callback", "block"])
 def test_image_that_is_broken_off_leaves_nothing_on_the_models(pipe, error, where):
-    plain, before = image(pipe), state(pipe)
-
-    def stop(*_):
-        raise error
-
+    plain, before, stop = image(pipe), state(pipe), raising(error)
     accelerate_pipeline(pipe, **FAST)
     fast = state(pipe)
     if where == "block":
@@ -228,11 +226,8 @@ def test_two_threads_with_pipelines_of_the_same_models_get_their_own_images(pipe
         together.wait(60)
         made[index] = image(pipes[index], seed=index, steps=6, **calls[index])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
     for out, expected in zip(made, plain, strict=True):
         assert difference(out, expected) < TOLERANCE
     assert state(pipe) == before

@@ -7,12 +7,12 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.dispatch import call_times, whole_calls
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from kit import made_up_device as device
+from kit.blocks import heard
 from kit.code_swaps import attribute
 from kit.whole_calls import MEASURED, Net, Run, Tanh
 
@@ -110,14 +110,13 @@ def test_it_is_taken_up_again_at_another_size_under_other_code_and_with_other_se
 @pytest.mark.parametrize("aside", [False, True])
 def test_what_cuda_graphs_would_give_is_said_where_the_allocator_forbids_them(net, delays, monkeypatch, aside):
     """By what the device takes for a call in which it need not wait for Python: all blocks left aside, too."""
-    told, slow, cache = [], Benchmark(), GraphCache()
-    stop = subscribe(lambda name, data: told.append(data["times"]) if name == "graphs_would_give" else None)
+    slow, cache = Benchmark(), GraphCache()
     if aside:
         slow.done, slow.verdict = True, Reason("slower", compiled="2", eager="1")
         monkeypatch.setattr(Benchmarks, "get_or_create", lambda *how: slow)
     delays.update(compiled=0.01, bare=0.01)
     device.launches_take(50)
-    try:
+    with heard("graphs_would_give") as told:
         for count, unspared in ((14, None), (3, Reason("cuda_malloc_async")), (1, Reason("cuda_malloc_async"))):
             run = run_of(net, cache)
             run.calls.unspared = unspared
@@ -128,9 +127,8 @@ def test_what_cuda_graphs_would_give_is_said_where_the_allocator_forbids_them(ne
         for few in (1, 12):  # calls of a larger size, of which the device is at work all the time
             calls(run, few, rows=64)
             run.calls.end()
-    finally:
-        stop()
-    assert told[0] == told[1] == told[2] > 3 and told[3] < told[0] / 2
+    times = [fields["times"] for fields in told]
+    assert times[0] == times[1] == times[2] > 3 and times[3] < times[0] / 2
 
 
 def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(net, delays):

@@ -2,7 +2,7 @@
 
 What is compiled (`Block`, `model_of`), what stands in for it in a run (`runner`, `runners`, `layers_of`), weights of a
 class of their own (`Wrapped`, `Stored`), other packs' functions (`of_a_pack`), why calls ran uncompiled (`reasons`),
-what a host raises (`Stop`), what is told meanwhile (`heard`), and Python in a process of its own.
+what a host raises (`Stop`), what fails (`raising`), what is told meanwhile (`heard`), and Python in another process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 class Stop(Exception):
     """What a host raises to stop a run."""
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """A function that raises the error, whatever it is called with."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
 
 
 class Block(torch.nn.Module):
@@ -131,10 +140,15 @@ class Wrapped(torch.Tensor):
 
 
 @contextmanager
-def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """The events that are told while it lasts: (name, fields)."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    stop = subscribe(lambda name, fields: events.append((name, fields)))
+def heard(only: str | None = None) -> Iterator[list[Any]]:
+    """The events that are told while it lasts: (name, fields); the fields alone of those named `only`."""
+    events: list[Any] = []
+
+    def hear(name: str, fields: dict[str, Any]) -> None:
+        if only in (None, name):
+            events.append((name, fields) if only is None else fields)
+
+    stop = subscribe(hear)
     try:
         yield events
     finally:

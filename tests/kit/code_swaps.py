@@ -52,6 +52,17 @@ def item(container: Any, key: Any, value: Any) -> Iterator[None]:
         container[key] = before
 
 
+@contextmanager
+def flash_attention(is_on: bool) -> Iterator[None]:
+    """Torch's switch for it so."""
+    before = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(is_on)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+
+
 def all_of(*swaps: Swap) -> Swap:
     """One after the other, and taken back in the reverse order."""
 
@@ -180,14 +191,6 @@ class Ops:
     @staticmethod
     def act(x):
         return torch.sigmoid(x)
-
-
-class StrongerOps(Ops):
-    slope = 1.5
-
-
-class WeakerOps(Ops):
-    slope = 0.5
 
 
 class Half:
@@ -341,9 +344,7 @@ SWAPS: dict[str, Callable[[Network, float], AbstractContextManager]] = {
     "a number of a class without instances": lambda net, amount: attribute(Ops, "slope", amount),
     "a setting of a class that its method reads": lambda net, amount: attribute(Choice, "chosen", amount),
     "a function of a class without instances": lambda net, amount: attribute(Ops, "act", staticmethod(_AT[amount])),
-    "a class without instances": lambda net, amount: attribute(
-        _HERE, "Ops", {1.5: StrongerOps, 0.5: WeakerOps}[amount]
-    ),
+    "a class without instances": lambda net, amount: attribute(_HERE, "Ops", renamed(Ops, 0, slope=amount)),
     "a class in an attribute": lambda net, amount: attribute(
         net.blocks[1], "made", renamed(object, 0, of=times(amount))
     ),

@@ -5,9 +5,9 @@ Imported by tests that have made sure that diffusers is there. Text encoders and
 
 import diffusers
 import torch
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 
+from kit.blocks import heard
 from kit.step_cache import every
 
 WIDTH = 16
@@ -124,15 +124,6 @@ def sample(pipe, height=64, width=96, steps=6, batch=1, texts=(5, 5), dtype=torc
 
 def sample_cached(pipe, settings=None, sample=sample, **arguments):
     """The latents of one call of `sample` with DeepCache, and the full and skipped steps of its runs."""
-    counts = []
-    unsubscribe = subscribe(
-        lambda name, data: (
-            name == "deep_cache_run" and counts.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
-        )
-    )
-    try:
-        with deep_cache(pipe, settings or every(3)):
-            latents = sample(pipe, **arguments)
-    finally:
-        unsubscribe()
-    return latents, counts
+    with heard("deep_cache_run") as runs, deep_cache(pipe, settings or every(3)):
+        latents = sample(pipe, **arguments)
+    return latents, [(run["skipping"].full_steps, run["skipping"].skipped_steps) for run in runs]

@@ -6,7 +6,6 @@ Imported by tests that have put a ComfyUI tree on the path.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import comfy.ops
@@ -17,8 +16,6 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substitute
-from comfy_accel.accel.store.folder import Folder
-from comfy_accel.accel.store.graph_store import GraphStore
 
 from kit.tiny_models import randomize
 
@@ -112,10 +109,3 @@ def both_ways(
     eager = model(x)
     with substitute(block_layers(model, settings, cache), Order.COMPILED):
         return eager, model(x)
-
-
-def saving(folder: Path) -> GraphCache:
-    """A cache that saves its graphs in the folder."""
-    cache = GraphCache()
-    cache.store = GraphStore(Folder(folder / "graphs"))
-    return cache

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.fallbacks import fallbacks
 from torch._dynamo.utils import counters
 
@@ -30,8 +29,7 @@ class Block(torch.nn.Module):
 def told(home):
     """What was compiled and loaded, how far the answers are off, and these themselves, exact to the last bit: JSON."""
     torch.manual_seed(0)
-    block, cache = Block(), GraphCache()
-    cache.store = stores.store(Path(home))
+    block, cache = Block(), stores.saving(Path(home))
     stand_in = blocks.runner(block, cache, backend="inductor")
     inputs = [torch.linspace(-1, 1, batch * 8).view(batch, 8) for batch in (2, 1, 5)]
     outs = [stand_in(block.forward, x) for x in inputs]

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
 from comfy_accel.accel.store.folder import Folder
@@ -21,6 +22,13 @@ def key(name="a"):
 
 def store(path, **options):
     return GraphStore(Folder(path / "graphs"), **options)
+
+
+def saving(path):
+    """A cache that saves its graphs in the folder."""
+    cache = GraphCache()
+    cache.store = store(path)
+    return cache
 
 
 def graph(data=b"code"):

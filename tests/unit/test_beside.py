@@ -19,7 +19,9 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.report import log as report_log
-from kit import blocks, stores
+from kit import blocks
+from kit.code_swaps import flash_attention
+from kit.stores import saving
 
 
 class Block(torch.nn.Module):
@@ -91,8 +93,7 @@ def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for
 ):
     caplog.set_level("INFO", "accel")
     monkeypatch.setattr(report_log, "_has_begun", True)
-    here, there = GraphCache(), GraphCache()
-    there.store = stores.store(tmp_path)
+    here, there = GraphCache(), saving(tmp_path)
     expected = answers(blocks.runner(block, here, backend="inductor"), block)
     stand_in, x = runner(block, there), inputs(2, 6)
     with torch.inference_mode():
@@ -116,8 +117,7 @@ def test_calls_go_on_without_the_code_and_then_run_what_is_compiled_here_bit_for
     (made,), (saved,) = (entry.graphs for cache in (here, there) for entry in cache.entries())
     assert saved.nbytes and saved.facts.asked and not made.facts.asked
     # What was made beside is saved, and loaded with what it asks of sizes.
-    again = GraphCache()
-    again.store = stores.store(tmp_path)
+    again = saving(tmp_path)
     assert all(map(torch.equal, answers(runner(block, again), block), expected))
     assert again.statistics()["loaded"] == 1 and again.statistics()["compilations"] == 0
     assert [graph.facts.asked for entry in again.entries() for graph in entry.graphs] == [saved.facts.asked]
@@ -166,37 +166,28 @@ def test_passes_of_others_are_not_left_out(block, process, monkeypatch):
 
 
 def test_torchs_switches_are_as_here(block, shared):
-    x, cache, own = inputs(2, 6), GraphCache(), torch.backends.cuda.flash_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_flash_sdp(False)
-        with generated_code.collect_modules() as modules, torch.inference_mode():
-            for _ in range(2):
-                runner(block, cache)(block.forward, x)
-                wait(cache)
-    finally:
-        torch.backends.cuda.enable_flash_sdp(own)
+    x, cache = inputs(2, 6), GraphCache()
+    with flash_attention(False), generated_code.collect_modules() as modules, torch.inference_mode():
+        for _ in range(2):
+            runner(block, cache)(block.forward, x)
+            wait(cache)
     assert modules and not any("flash_attention" in Path(module.__file__).read_text() for module in modules)
 
 
 def test_code_is_saved_for_torch_as_it_was_set_when_it_was_sent(tmp_path, block, shared):
     own, x, loaded = torch.backends.cuda.flash_sdp_enabled(), inputs(2, 6), []
-    try:
-        with torch.inference_mode():
-            cache = GraphCache()
-            cache.store = stores.store(tmp_path)
-            stand_in = runner(block, cache)
-            stand_in(block.forward, x)
-            torch.backends.cuda.enable_flash_sdp(not own)
+    with torch.inference_mode():
+        cache = saving(tmp_path)
+        stand_in = runner(block, cache)
+        stand_in(block.forward, x)
+        with flash_attention(not own):
             wait(cache)
             stand_in(block.forward, x)
-            for is_on in (not own, own):
-                torch.backends.cuda.enable_flash_sdp(is_on)
-                again = GraphCache()
-                again.store = stores.store(tmp_path)
+        for is_on in (not own, own):
+            again = saving(tmp_path)
+            with flash_attention(is_on):
                 blocks.runner(block, again, backend="inductor")(block.forward, x)
-                loaded.append(again.statistics()["loaded"])
-    finally:
-        torch.backends.cuda.enable_flash_sdp(own)
+            loaded.append(again.statistics()["loaded"])
     assert loaded == [0, 1]
 
 
@@ -223,14 +214,10 @@ def test_who_asked_for_no_code_beside_waits_for_what_somebody_else_has_begun(blo
 
 def test_who_waits_for_code_can_cancel(block, process, monkeypatch):
     """For who warms up a model whose code another image has begun."""
-
-    def stops():
-        raise blocks.Stop
-
     monkeypatch.setattr(process, "_send", lambda job: time.sleep(600))
     cache, x = GraphCache(), inputs(2, 6)
     runner(block, cache)(block.forward, x)
-    host = Host(interrupts=(blocks.Stop,), ask=stops)
+    host = Host(interrupts=(blocks.Stop,), ask=blocks.raising(blocks.Stop))
     layers = blocks.layers_of(blocks.model_of(block), cache, host, backend="inductor")
     with pytest.raises(blocks.Stop):
         layers[block](block.forward, x)

@@ -16,7 +16,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.fingerprint.kinds import describe, weight_slots
 from kit.block_graphs import compiled, kind_of, saved_and_loaded, tensors_of
-from kit.blocks import Stop, heard, in_new_process
+from kit.blocks import Stop, heard, in_new_process, raising
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
@@ -309,18 +309,9 @@ def test_exact_size_matches_eager():
     check(*compiled(block, inputs, any_size=False), block, *inputs)
 
 
-def stopped_by(error):
-    """A backend within which that is raised."""
-
-    def backend(graph, examples):
-        raise error
-
-    return backend
-
-
 def test_broken_compiler_gives_one_line():
     with pytest.raises(CompileFailed) as failed:
-        compiled(Broadcasts().eval(), INPUTS, backend=stopped_by(OSError("g++ was not found\nand much more")))
+        compiled(Broadcasts().eval(), INPUTS, backend=raising(OSError("g++ was not found\nand much more")))
     assert "g++ was not found" in str(failed.value) and "\n" not in str(failed.value)
 
 
@@ -347,14 +338,10 @@ class Scales(nn.Module):
 @pytest.mark.parametrize("backend", ["the block's", "inductor"])
 def test_interrupts_and_want_of_memory_are_no_fault_of_the_block(backend, error, raised, monkeypatch):
     """Inductor wraps them."""
-
-    def run(*args):
-        raise error
-
-    monkeypatch.setattr(GraphLowering, "run", run)
+    monkeypatch.setattr(GraphLowering, "run", raising(error))
     # Else inductor may find the graph in its cache, and not run.
     with pytest.raises(raised), torch._inductor.config.patch(fx_graph_cache=False):
-        chosen = backend if backend == "inductor" else stopped_by(error)
+        chosen = backend if backend == "inductor" else raising(error)
         compiled(Broadcasts().eval(), INPUTS, backend=chosen, interrupts=(Stop,))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_model_that_cannot_be_surveyed_in_a_call_runs_eagerly_there(monkeypatch)
     swap = functools.partial(attribute, code_swaps, "activation", code_swaps.weaker)
     for error in (RuntimeError("simulated"), Stop()):
         with monkeypatch.context() as patch:
-            patch.setattr("comfy_accel.accel.dispatch.compiled_layers.survey", fail := raising(error))
+            patch.setattr("comfy_accel.accel.dispatch.compiled_layers.survey", fail := Mock(side_effect=error))
             if isinstance(error, Stop):
                 with pytest.raises(Stop):
                     run(swap)
@@ -168,15 +169,6 @@ def test_model_that_cannot_be_surveyed_in_a_call_runs_eagerly_there(monkeypatch)
         assert torch.equal(run(), plain)
     assert torch.allclose(run(swap), expected, atol=1e-5)
     assert any(row["reason"] for row in fallbacks.rows())
-
-
-def raising(error):
-    def fail(*args, **kwargs):
-        fail.called = True
-        raise error
-
-    fail.called = False
-    return fail
 
 
 class Staged(Network):

@@ -5,6 +5,7 @@ import errno
 import runpy
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,11 +98,7 @@ def test_what_is_named_and_is_not_there_is_said(tmp_path, monkeypatch):
 )
 def test_failure_ends_in_one_sentence_and_1(error, sentence, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "WORK", tmp_path)
-
-    def main():
-        raise error
-
-    assert command.run(main) == 1
+    assert command.run(Mock(side_effect=error)) == 1
     said = capsys.readouterr().err
     assert said.startswith(sentence)
     assert said.count("\n") == 1

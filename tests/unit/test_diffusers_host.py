@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule, noise_levels
 from kit.step_cache import every
@@ -65,19 +64,6 @@ class Pipe:
             for time in self.progress_bar(self.scheduler.timesteps) if iterated else self.scheduler.timesteps:
                 x = self.scheduler.step(self.unet(x, time.expand(2) if batched else time), time, x)[0]
         return x, list(self.unet.called)
-
-
-@pytest.fixture
-def counts():
-    found = []
-
-    def hear(name, data):
-        if name == "deep_cache_run":
-            found.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
-
-    unsubscribe = subscribe(hear)
-    yield found
-    unsubscribe()
 
 
 # Schedules

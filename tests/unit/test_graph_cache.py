@@ -9,7 +9,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import MOST_GRAPHS, GraphCache, NoGraph
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, CompileFailed, Facts
 from comfy_accel.accel.core.reasons import Reason
-from kit.blocks import heard
+from kit.blocks import heard, raising
 
 
 def graph(nbytes=0, limit=None):
@@ -27,10 +27,6 @@ def keys(cache):
 
 def refuses(*_):
     pytest.fail("made once more")
-
-
-def no_compiler():
-    raise CompileFailed(Reason("compile_failed", error="no compiler"))
 
 
 def test_second_look_up_hits_what_the_first_compiled():
@@ -129,7 +125,7 @@ def test_budget_of_zero_compiles_nothing(budget):
 
 
 def test_failure_is_remembered_and_not_tried_again_until_it_is_cleared():
-    cache = GraphCache()
+    cache, no_compiler = GraphCache(), raising(CompileFailed(Reason("compile_failed", error="no compiler")))
     for make, tried in [(no_compiler, True), (refuses, False)]:
         with pytest.raises(NoGraph, match="no compiler") as refusal:
             find(cache, "a", make)
@@ -143,10 +139,7 @@ def test_failure_is_remembered_and_not_tried_again_until_it_is_cleared():
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
 def test_interrupted_compiling_or_loading_leaves_nothing_behind(stop):
-    def interrupted():
-        raise stop
-
-    cache = GraphCache()
+    cache, interrupted = GraphCache(), raising(stop)
     with pytest.raises(stop):
         find(cache, "a", interrupted)
     with pytest.raises(stop):

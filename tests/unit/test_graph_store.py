@@ -11,17 +11,13 @@ from comfy_accel.accel.store import key as store_key
 from comfy_accel.accel.store import manifest
 from comfy_accel.accel.store.folder import Folder
 from comfy_accel.accel.store.graph_store import NOTHING_SAVED, GraphStore
-from kit.blocks import Stop
+from kit.blocks import Stop, raising
 from kit.stores import CPU, built, graph, key, load, reasons, save, store
 
 
 def entry(path):
     (found,) = (path / "graphs").iterdir()
     return found
-
-
-def fails(data, facts):
-    raise ZeroDivisionError
 
 
 def opened(store, build, name="a", **given):
@@ -47,7 +43,7 @@ def failing(tmp_path, *verbs, **error):
     return GraphStore(folder), folder
 
 
-GONE = OSError(110, "Connection timed out")
+GONE, fails = OSError(110, "Connection timed out"), raising(ZeroDivisionError)
 
 
 def test_another_process_loads_what_was_saved(tmp_path):
@@ -67,12 +63,7 @@ def test_no_more_are_opened_than_a_call_can_wait_for(tmp_path):
         save(store(tmp_path), data=bytes([number]))
         time.sleep(0.01)
     made = []
-
-    def build(data, facts):
-        made.append(data)
-        return CompiledGraph(lambda t: data, lambda t: True, facts)
-
-    assert opened(store(tmp_path), build, fits=lambda graph: False) is None
+    assert opened(store(tmp_path), lambda data, _: made.append(data) or graph(data), fits=lambda graph: False) is None
     assert made == [bytes([number]) for number in (6, 5, 4, 3)]
 
 
@@ -221,11 +212,7 @@ def test_graphs_that_cannot_be_loaded_turn_nothing_off(tmp_path):
 def test_lack_of_memory_is_not_held_against_a_graph(tmp_path):
     save(store(tmp_path))
     here = store(tmp_path)
-
-    def build(data, facts):
-        raise torch.OutOfMemoryError("no more")
-
-    assert opened(here, build) is None
+    assert opened(here, raising(torch.OutOfMemoryError("no more"))) is None
     assert load(here) is not None
 
 
@@ -266,11 +253,7 @@ def test_graph_for_other_values_is_not_opened(tmp_path):
     good = graph()
     here = store(tmp_path)
     here.save(key(), "Block", CPU, dataclasses.replace(good, facts=dataclasses.replace(good.facts, values=("0.5",))))
-
-    def build(data, facts):
-        return CompiledGraph(len, len, facts)
-
-    assert opened(here, build, values=("0.5",)).facts.values == ("0.5",)
+    assert opened(here, lambda data, facts: CompiledGraph(len, len, facts), values=("0.5",)).facts.values == ("0.5",)
     assert opened(here, fails, values=("0.7",)) is None
     assert reasons(here) == [NOTHING_SAVED]
 

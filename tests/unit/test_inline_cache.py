@@ -17,7 +17,7 @@ from comfy_accel.accel.dispatch.inline_cache import KnownCalls
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.signature import argument_guard
 from kit.blocks import Block as Layers
-from kit.blocks import reasons
+from kit.blocks import raising, reasons
 
 
 class Block(Layers):
@@ -340,10 +340,6 @@ def after_a_run(x, calls=4, **settings):
     return runs
 
 
-def failing(tensors):
-    raise RuntimeError("simulated")
-
-
 def test_first_call_of_the_next_run_is_matched_and_its_graph_leased():
     x = torch.randn(2, 4)
     runs = after_a_run(x)
@@ -409,7 +405,7 @@ def test_graph_that_failed_in_one_block_is_run_by_none_and_forgotten_by_all():
     x = torch.randn(2, 4)
     runs = after_a_run(x)
     other, [graph] = Runs(runs.cache), runs.entry.graphs
-    graph.run, graph = failing, weakref.ref(graph)
+    graph.run, graph = raising(RuntimeError("simulated")), weakref.ref(graph)
     assert not other.first_call_is_matched(x) and runs.entry.failure is not None
     gc.collect()
     assert graph() is None

@@ -8,7 +8,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.generated_code import LoadedCode
 from comfy_accel.accel.compile.lean_calls import run_watched
 from comfy_accel.accel.core import toolchain
-from kit.blocks import Block, runner
+from kit.blocks import Block, raising, runner
 
 pytestmark = pytest.mark.skipif(toolchain.find_missing("cpu") is not None, reason="nothing is compiled here")
 
@@ -187,11 +187,8 @@ def test_nothing_is_watched_under_autocast_or_another_profiler(compiled):
 
 @torch.no_grad()
 def test_call_that_fails_fails_as_it_would_and_leaves_no_profiler(compiled):
-    def failing(tensors):
-        raise ValueError("as it would")
-
     with pytest.raises(ValueError, match="as it would"):
-        run_watched(failing, tensors(one))
+        run_watched(raising(ValueError("as it would")), tensors(one))
     assert sys.getprofile() is None
 
 

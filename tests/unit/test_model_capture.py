@@ -15,7 +15,7 @@ from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from comfy_accel.accel.dispatch.block_runner import NotReady
 from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.modules.snapshot import WeightSnapshot
-from kit.blocks import Stop
+from kit.blocks import Stop, raising
 from kit.captures import (
     STAGES,
     CpuCapturer,
@@ -30,6 +30,7 @@ from kit.captures import (
     storage,
     times,
 )
+from kit.code_swaps import flash_attention
 
 
 def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_next():
@@ -103,15 +104,6 @@ def switched(holder, name, value):
             setattr(holder, name, value)
 
 
-@contextlib.contextmanager
-def without_flash():
-    torch.backends.cuda.enable_flash_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-
-
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 
 
@@ -121,7 +113,7 @@ MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
         functools.partial(switched, MATMUL, "allow_tf32", True),
         functools.partial(switched, MATMUL, "allow_bf16_reduced_precision_reduction", False),
         functools.partial(switched, CUDNN, "deterministic", True),
-        without_flash,
+        functools.partial(flash_attention, False),
     ],
 )
 def test_switch_of_torch_that_changes_results_is_captured_apart(other):
@@ -413,11 +405,7 @@ def test_reasons_of_host_and_capturer_are_told_once():
         check_calls(model, call, 4)
     with run(model, cache, CaptureHost(why_not=lambda: Reason("memory_needed"))) as call:
         check_calls(model, call, 4)
-
-    def refuse(options):
-        raise RunEagerly(Reason("patched", patch="attn1"))
-
-    with run(model, cache, CaptureHost(simplify=refuse)) as call:
+    with run(model, cache, CaptureHost(simplify=raising(RunEagerly(Reason("patched", patch="attn1"))))) as call:
         for _ in range(4):
             call(latent(), times(), control={"middle": []})
     assert capturer.warm_ups == 0

@@ -11,9 +11,8 @@ from comfy_accel.accel.dispatch.compiled_layers import Host
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
 from comfy_accel.accel.modules import host_calls
 from comfy_accel.accel.modules.substitution import Order, substitute
-from comfy_accel.accel.store.folder import Folder
-from comfy_accel.accel.store.graph_store import GraphStore
 from kit.blocks import Stored, heard, layers_of, model_of, of_a_pack, reasons
+from kit.stores import saving
 from torch import nn
 
 WIDTH = 8
@@ -241,9 +240,8 @@ def test_block_that_reads_such_a_weight_itself_runs_uncompiled_with_a_reason():
 
 @pytest.mark.thorough  # compiles with inductor
 def test_saved_graph_calls_the_layers_of_another_model(tmp_path):
-    caches = [GraphCache(), GraphCache()]
+    caches = [saving(tmp_path), saving(tmp_path)]
     for seed, cache in enumerate(caches):
-        cache.store = GraphStore(Folder(tmp_path / "graphs"))
         eager, compiled = both_ways(model_of(Block(seed), Block(seed + 9)), cache, X[: 2 - seed], "inductor")
         torch.testing.assert_close(compiled, eager)
     assert reasons() == []

@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.store.folder import Folder
-from comfy_accel.accel.store.graph_store import GraphStore
 from kit.blocks import Block, runner
+from kit.stores import saving
 
 GENERATOR = torch.Generator()
 
@@ -61,8 +60,7 @@ def test_a_compiled_block_draws_what_the_block_draws_and_nothing_more(draws, way
     expected = images(block, lambda block, x: block(x))
     for _ in range(1 + (way == "loaded")):
         torch._dynamo.reset()
-        cache = GraphCache()
-        cache.store = GraphStore(Folder(tmp_path / "graphs")) if way == "loaded" else None
+        cache = saving(tmp_path) if way == "loaded" else GraphCache()
         stand_in = runner(block, cache, **WAYS[way])
         for _ in range(2):  # graphs are new in the first
             found = images(block, stand_in)

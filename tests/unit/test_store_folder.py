@@ -10,6 +10,7 @@ import pytest
 from comfy_accel.accel.core import atomic_file
 from comfy_accel.accel.store import manifest as store_entry
 from comfy_accel.accel.store.folder import Folder
+from kit.blocks import raising
 from kit.stores import as_on_windows, held_open
 
 OLD = 7200
@@ -101,11 +102,7 @@ def test_use_of_a_link_dates_no_other_file(folder):
 
 def test_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
     folder.write("a", b"old")
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         folder.write("a", b"new")
     assert [file.name for file in folder.path.iterdir()] == ["a"]

@@ -2,11 +2,11 @@
 
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.blocks import blocks
+from kit.blocks import heard
 from torch import nn
 
 
@@ -60,17 +60,15 @@ def test_equal_blocks_are_one_kind_and_the_count_decides():
 
 
 def test_blocks_left_uncompiled_are_told_by_class_and_reason_wherever_they_are():
-    model, told = Model(), []
+    model = Model()
     model.again = nn.ModuleList(model.stages)
     for part in (model.middle, model.stages[0][0]):
         part.forward = lambda x: x
-    stop = subscribe(lambda name, data: told.append(data["left"]) if name == "survey" else None)
-    try:
+    with heard("survey") as told:
         survey_model(model, CompileSettings(), Host())
-    finally:
-        stop()
     places = [path for path, block in blocks(model) if "forward" in vars(block)]
-    assert told == [{("Block", Reason("forward_replaced")): len(places)}] and len(places) >= 2
+    assert [fields["left"] for fields in told] == [{("Block", Reason("forward_replaced")): len(places)}]
+    assert len(places) >= 2
 
 
 def test_forward_that_somebody_has_put_back_is_the_blocks_own():

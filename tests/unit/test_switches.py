@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from comfy_accel.accel.signature import switches
+from kit.code_swaps import flash_attention
 from torch.backends import ContextProp
 
 BACKENDS = {name: module for name, module in sorted(sys.modules.items()) if name.startswith("torch.backends.")}
@@ -93,13 +94,9 @@ def test_torchs_table_of_constants_is_as_before_afterwards():
 
 
 def test_another_answer_is_another_setting_for_code_that_names_it_alone():
-    own = torch.backends.cuda.flash_sdp_enabled()
-    try:
-        answers = []
-        for is_on in (True, False):
-            torch.backends.cuda.enable_flash_sdp(is_on)
+    answers = []
+    for is_on in (True, False):
+        with flash_attention(is_on):
             answers.append([switches.read_settings(names) for names in ({"flash_sdp_enabled"}, {"forward"})])
-    finally:
-        torch.backends.cuda.enable_flash_sdp(own)
     (named, other), (named_later, other_later) = answers
     assert named != named_later and other == other_later == ()

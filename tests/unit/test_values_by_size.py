@@ -10,7 +10,7 @@ from comfy_accel.accel.dispatch.block_runner import BlockRunner, BlocksRun, NotR
 from comfy_accel.accel.dispatch.resolver import GraphResolver
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.report.account import compute_compile_saving
-from kit.blocks import Block, eagerly, model_of, reasons, runner, runners
+from kit.blocks import Block, eagerly, model_of, raising, reasons, runner, runners
 
 FIRST = (1, 64, 77)
 OTHERS = {  # (batch, tokens of the picture, of the prompt), and those it is called with before
@@ -121,11 +121,7 @@ def test_comparing_values_alone_says_nothing_of_the_gain():
 
 def test_block_that_does_not_fit_into_memory_beside_its_graph_is_left_to_it(caplog):
     block, x = Block(), torch.randn(2, 4)
-    stand_in = runner(block)
-
-    def short(x):
-        raise torch.OutOfMemoryError("no more")
-
+    stand_in, short = runner(block), raising(torch.OutOfMemoryError("no more"))
     with torch.inference_mode():
         torch.testing.assert_close([stand_in(short, x) for _ in range(2)], [block(x)] * 2)
     assert [record.levelname for record in caplog.records if "unchecked" in record.message] == ["WARNING"]

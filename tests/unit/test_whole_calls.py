@@ -13,6 +13,7 @@ from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.dispatch.call_times import CallTimes
+from kit.blocks import raising
 from kit.code_swaps import attribute
 from kit.whole_calls import Net, Run, Tanh
 
@@ -89,10 +90,8 @@ def test_only_blocks_whose_graph_is_left_aside_lose_their_stand_in(slower):
 
 
 def test_block_without_a_graph_loses_its_stand_in_too(monkeypatch):
-    def fail(*args, **kwargs):
-        raise CompileFailed(Reason("compile_failed", error="why"))
-
-    monkeypatch.setattr(block_compiler, "compile_block", fail)
+    failed = CompileFailed(Reason("compile_failed", error="why"))
+    monkeypatch.setattr(block_compiler, "compile_block", raising(failed))
     run = Run(Net(3))
     assert [run() for _ in range(3)] == [3, 0, 0] and run.eager_calls == 9
 
