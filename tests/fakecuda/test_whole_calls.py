@@ -128,7 +128,8 @@ def test_what_cuda_graphs_would_give_is_said_where_the_allocator_forbids_them(ne
             calls(run, few, rows=64)
             run.calls.end()
     times = [fields["times"] for fields in told]
-    assert times[0] == times[1] == times[2] > 3 and times[3] < times[0] / 2
+    assert times[0] == times[1] == times[2] > 3
+    assert all(later < times[0] / 2 for later in times[3:])  # said where it is still worth it
 
 
 def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(net, delays):
