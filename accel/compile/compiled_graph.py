@@ -59,10 +59,6 @@ class Facts:
         sizes = (*((i, d, 1) for i, d in self.static_ones), *self.fixed)
         return all(i < len(tensors) and tensors[i].shape[d] == size for i, d, size in sizes)
 
-    def may_serve(self, call: Call) -> bool:
-        """Whether a graph with these facts might run the call."""
-        return self.values == call.values and self.allow(call.tensors)
-
 
 @dataclass(eq=False)
 class CompiledGraph:

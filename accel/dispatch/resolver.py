@@ -202,7 +202,7 @@ class GraphResolver:
             return None
         for saved in store.candidates(call.key, call.kind.name, call.devices, call.values, self._interrupts):
             with saved:
-                if saved.facts.may_serve(call):
+                if saved.facts.values == call.values and saved.facts.allow(call.tensors):
                     graph = block_compiler.load_block(
                         self._template(),
                         call,

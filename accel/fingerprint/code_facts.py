@@ -98,7 +98,10 @@ def _read(code: types.CodeType) -> CodeFacts:
 def _operations(code: types.CodeType) -> dict[str, set]:
     """The facts that only its instructions tell, by name."""
     facts: dict[str, set] = {name: set() for name in ("read", "whole", "mutates", "imports", *_EFFECTS)}
-    steps, own = [None, None, *dis.get_instructions(code)], _find_own_dict(code)
+    steps: list[Any] = [None, None, *dis.get_instructions(code)]
+    stored = [_names_in(step) for step in steps[2:] if "STORE_FAST" in step.opname]
+    others = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    own = set(code.co_varnames[others : others + bool(code.co_flags & inspect.CO_VARKEYWORDS)]).difference(*stored)
     for two_before, before, step in zip(steps, steps[1:], steps[2:], strict=False):
         name, what = step.opname, step.argval
         for fact in [fact for fact, operations in _EFFECTS.items() if name in operations]:
@@ -110,29 +113,23 @@ def _operations(code: types.CodeType) -> dict[str, set]:
         if step.opcode in dis.hasname and name not in _SETS_ATTRIBUTES:
             facts["read"].add(what)
         if name in _MUTATES:
-            is_own = before.opname == "LOAD_CONST" and _ends_with_load(two_before, own)
+            is_own = before.opname == "LOAD_CONST" and _loads_one_of(own, two_before)
             facts["mutates"].update(() if is_own else (None,))
-        elif name in _ATTRIBUTES and what in _MUTATING_METHODS and not _ends_with_load(before, own):
+        elif name in _ATTRIBUTES and what in _MUTATING_METHODS and not _loads_one_of(own, before):
             facts["mutates"].add(before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None)
         if before is not None and (before.opname in _ATTRIBUTES or any(load in before.opname for load in _LOADS)):
-            *first, last = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+            *first, last = _names_in(before)
             facts["whole"].update(first if name in (*_ATTRIBUTES, *_SETS_ATTRIBUTES) else (*first, last))
     return facts
 
 
-def _find_own_dict(code: types.CodeType) -> str | None:
-    """The variable of further keywords, of which each call makes a new dict; None where it may hold another."""
-    at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    name = code.co_varnames[at] if code.co_flags & inspect.CO_VARKEYWORDS else None
-    stored = [step.argval for step in dis.get_instructions(code) if "STORE_FAST" in step.opname]
-    return None if any(name in (what if isinstance(what, tuple) else (what,)) for what in stored) else name
+def _loads_one_of(names: set[str], step: dis.Instruction | None) -> bool:
+    """Whether the last that the step puts on the stack is one of these variables."""
+    return step is not None and step.opname.startswith("LOAD_FAST") and _names_in(step)[-1] in names
 
 
-def _ends_with_load(step: dis.Instruction | None, name: str | None) -> bool:
-    """Whether the last that the step puts on the stack is the variable."""
-    if step is None or name is None or not step.opname.startswith("LOAD_FAST"):
-        return False
-    return name == (step.argval[-1] if isinstance(step.argval, tuple) else step.argval)
+def _names_in(step: dis.Instruction) -> tuple:
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)  # of two steps in one, from Python 3.13
 
 
 def is_of_dataclass(code: types.CodeType) -> bool:

@@ -140,7 +140,8 @@ class GraphStore:
                 other = store_key.difference(here, found.environment)
                 if other is not None:
                     raise BadEntry(other)
-                saved = Saved(self, found, _read_facts(found.facts), interrupts)
+                facts = {name: _to_tuples(value) for name, value in found.facts.items()}
+                saved = Saved(self, found, Facts(**facts), interrupts)
             except BadEntry as error:
                 reason = strip_frames(error)
             except (AttributeError, TypeError):  # its checksum is right, but not this engine's are its fields
@@ -314,10 +315,5 @@ class Saved:
         return True
 
 
-def _read_facts(stored: dict[str, Any]) -> Facts:
-    """The facts of a graph of this very engine, whose tuples JSON has as lists."""
-    return Facts(**{name: _to_tuples(value) for name, value in stored.items()})
-
-
-def _to_tuples(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:  # of which JSON makes lists
     return tuple(map(_to_tuples, value)) if isinstance(value, list) else value

@@ -31,7 +31,9 @@ def find_upstream_node(class_type: str | None, through: str, **input_values: Any
     if prompt is None or class_type is None:
         return None
     for node_id in walk_upstream(prompt, _get_executing_context().node_id, through):
-        if _matches(prompt.get_node(node_id), class_type, input_values):
+        node = prompt.get_node(node_id)
+        given = ((node["inputs"].get(name), value) for name, value in input_values.items())
+        if node["class_type"] == class_type and all(is_link(found) or found == value for found, value in given):
             return prompt.get_display_node_id(node_id)
     return None
 
@@ -52,11 +54,6 @@ def walk_upstream(prompt: Any, node_id: str, through: str) -> Iterator[str]:
             # A list of choices is a type, too, and cannot be looked up.
             if not isinstance(kind, str) or kind == through or kind not in _ONE_THING:
                 waiting.append(source)
-
-
-def _matches(node: dict[str, Any], class_type: str, input_values: dict[str, Any]) -> bool:
-    given = ((node["inputs"].get(name), value) for name, value in input_values.items())
-    return node["class_type"] == class_type and all(is_link(found) or found == value for found, value in given)
 
 
 def is_missing_input(name: str, used_output: int) -> bool:
