@@ -35,16 +35,14 @@ async function choose(choice, buttons) {
   if (!isFine(answer)) return toastFailure("settingRefused", answer);
   noteChoice(choice);
   feed.refresh();
-  if (choice !== "on") return;
-  const manager = await findManager();
-  if (manager) restartBy(manager);
-  else toast("success", t("graphsTurnedOn"), t("graphsRestart"));
+  if (choice === "on") restartBy(await findManager());
 }
 
+/** Restart ComfyUI; say what is left to do where there is no manager, or it or the person declines. */
 async function restartBy(manager) {
-  if (!(await isConfirmed(t("graphsTurnedOn"), t("restartQuestion"), "default"))) return;
-  const answer = await restart(manager);
-  if (answer.status && !isFine(answer)) toastFailure("failedAction", answer);
+  const isAgreed = manager && (await isConfirmed(t("graphsTurnedOn"), t("restartQuestion"), "default"));
+  const answer = isAgreed && (await restart(manager));
+  if (!answer || (answer.status && !isFine(answer))) toast("success", t("graphsTurnedOn"), t("graphsRestart"));
 }
 
 /** Buttons for what can be chosen. choice: the one that counts now */

@@ -27,11 +27,7 @@ class Feed {
   /** Listen to the server; once, when the page is set up. */
   start() {
     api.addEventListener("accel", ({ detail }) => this.#hear(detail ?? {}));
-    for (const event of ["reconnecting", "reconnected"])
-      api.addEventListener(event, () => {
-        this.problem = event === "reconnecting" ? "unreachable" : this.problem;
-        this.#hear({ event });
-      });
+    for (const event of ["reconnecting", "reconnected"]) api.addEventListener(event, () => this.#hear({ event }));
     document.addEventListener("visibilitychange", () => this.#isStale && this.refresh());
   }
 

@@ -15,13 +15,16 @@ const AGES = [
   ["minute", 60],
 ];
 
+/** "zh-CN" of "zh_CN", at which Intl throws; undefined, for the browser's own, of what is no language. */
+const tagOf = (name) => name.replace("_", "-").match(/^[a-z]{2,3}(-[a-z]{4})?(-[a-z]{2})?(?![a-z])/i)?.[0];
+
 let made = { language: null, formats: new Map() };
 
 /** Formatters are slow to make and there are thousands of rows: each is made once a language. */
 function format(Kind, options) {
   if (made.language !== language()) made = { language: language(), formats: new Map() };
   const key = Kind.name + JSON.stringify(options);
-  if (!made.formats.has(key)) made.formats.set(key, new Kind(made.language, options));
+  if (!made.formats.has(key)) made.formats.set(key, new Kind(tagOf(made.language), options));
   return made.formats.get(key);
 }
 

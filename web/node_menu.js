@@ -5,10 +5,12 @@ import { t } from "./texts.js";
 
 export function menuItems(node) {
   if (isOurs(node.comfyClass)) return [{ content: t("compareEntry"), callback: compareWithPlain }];
-  const links = findEnds(node).filter((link) => !isSpedUp(node.graph, link));
-  return links.length ? [{ content: t("speedUpEntry"), callback: () => speedUp(node.graph, links) }] : [];
+  const links = isAccel(node) ? [] : findEnds(node);
+  const isWanted = links.length && !links.some((link) => isSpedUp(node.graph, link));
+  return isWanted ? [{ content: t("speedUpEntry"), callback: () => speedUp(node.graph, links) }] : [];
 }
 
+const isAccel = ({ comfyClass }) => comfyClass?.startsWith("Accel");
 const models = (slots) => (slots ?? []).filter(({ type }) => type === "MODEL");
 
 /** The links by which a node's model comes to what makes no other model of it, such as samplers. */
@@ -19,14 +21,15 @@ function findEnds({ graph, inputs, outputs }) {
     const link = graph.getLink(id);
     const target = link && graph.getNodeById(link.target_id);
     if (!target || !graph.getNodeById(link.origin_id)) return []; // it is not connected, or leaves the subgraph
-    return models(target.outputs).length ? findEnds(target) : [link];
+    return models(target.outputs).length ? findEnds(target) : isAccel(target) ? [] : [link];
   });
 }
 
-/** Whether one of our nodes is before the link. */
+/** Whether one of our nodes is before the link, behind reroutes too. */
 function isSpedUp(graph, { origin_id: id }) {
   const origin = graph.getNodeById(id);
-  const before = models(origin?.inputs).map(({ link }) => graph.getLink(link));
+  const inputs = origin?.inputs?.filter(({ type }) => ["MODEL", "*"].includes(type)) ?? [];
+  const before = inputs.map(({ link }) => graph.getLink(link));
   return isOurs(origin?.comfyClass) || before.some((link) => link && isSpedUp(graph, link));
 }
 
@@ -39,8 +42,6 @@ function speedUp(graph, links) {
     if (!made.has(key)) {
       const node = window.LiteGraph.createNode("AccelSpeedUp");
       node.pos = [target.pos[0] - node.size[0] - 40, target.pos[1] - node.size[1] - 60];
-      const isOver = ({ pos, size }) => window.LiteGraph.overlapBounding([...pos, ...size], [...node.pos, ...node.size]);
-      while (graph.nodes.some(isOver)) node.pos[1] -= 40;
       graph.add(node);
       origin.connect(output, node, node.findInputSlot("model"));
       made.set(key, node);

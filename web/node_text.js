@@ -43,10 +43,11 @@ export function startNodeTexts() {
       note(prompt, ({ passing }) => passing.set(node, passingText(message)));
     else if (event === "node_compiled") endPassing(prompt, ({ isLast }) => isLast);
     else if (event === "node_code_ready") endPassing(prompt);
+    else if (event === "reconnecting") openWorkflows().forEach((one) => texts.get(one)?.passing.clear());
   });
   // A step is done, and with it what was compiled in it, however many kinds there were to be.
   api.addEventListener("progress", ({ detail: { prompt_id: prompt, value } }) => {
-    if (value > 0 && origin(prompt)) endPassing(prompt, ({ isBeside }) => !isBeside);
+    if (value > 0 && texts.get(origin(prompt)?.workflow)?.passing.size) endPassing(prompt, ({ isBeside }) => !isBeside);
   });
   api.addEventListener("executed", ({ detail: { prompt_id, display_node, node, output } }) => {
     const [text] = output?.text ?? [];
@@ -58,6 +59,7 @@ export function startNodeTexts() {
 }
 
 const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? app;
+const openWorkflows = () => app.extensionManager?.workflow?.openWorkflows ?? [app];
 
 /** What was said while the page was loaded again. */
 async function catchUp() {
@@ -87,8 +89,7 @@ function keep(id, path, choices) {
 function origin(id) {
   if (askedFrom.has(id)) return askedFrom.get(id);
   const [path, choices] = kept()[id] ?? [];
-  const open = app.extensionManager?.workflow?.openWorkflows ?? [];
-  const workflow = path && open.find((one) => one.path === path);
+  const workflow = path && openWorkflows().find((one) => one.path === path);
   return workflow && { workflow, choices };
 }
 
@@ -121,9 +122,10 @@ const rootGraph = () => app.graph?.rootGraph ?? app.graph;
 /** What a node says of a compilation: how far it is, with a clock; or how much is ready of what is made beside. */
 function passingText(message) {
   const { number, of, seconds: passed = 0, left, stage } = message;
-  const [isBeside, began] = [stage === "beside", performance.now() - 1000 * passed];
-  const clock = () => seconds(Math.floor((performance.now() - began) / 1000));
-  const rest = () => left && t("timeLeft", { time: seconds(Math.ceil(left)) });
+  const [isBeside, said] = [stage === "beside", performance.now()];
+  const since = () => (performance.now() - said) / 1000;
+  const clock = () => seconds(Math.floor(passed + since()));
+  const rest = () => left > since() && t("timeLeft", { time: seconds(Math.ceil(left - since())) });
   const beside = () => [t("besideOnNode", { ready: number - 1, of }), rest()];
   const parts = isBeside ? beside : () => [t("compilingOnNode", message), stageText(message), clock()];
   return Object.assign(() => parts().filter(Boolean).join(" · "), { isBeside, isLast: number >= of });

@@ -54,12 +54,14 @@ export async function restart(manager) {
 
 export const fetchReport = () => ask("/accel/report", { cache: "no-store" });
 
-/** What a prompt has come to, once it has; null where it was taken out of the queue. */
+/** What a prompt has come to, once it has; undefined where it was taken out of the queue, or the server is gone. */
 export async function fetchOutcome(id) {
-  for (;;) {
-    const queue = await ask("/prompt", { cache: "no-store" });
+  for (let unanswered = 0; unanswered < 6; ) {
+    const queue = await ask("/queue", { cache: "no-store" }); // first: what has left it by then is in the history
     const found = (await ask(`/history/${id}`, { cache: "no-store" })).data?.[id];
-    if (found || queue.data?.exec_info?.queue_remaining === 0) return found ?? null;
+    const isQueued = Object.values(queue.data ?? {}).flat().some((item) => item?.[1] === id);
+    if (found || (isFine(queue) && !isQueued)) return found;
+    unanswered = isFine(queue) ? 0 : unanswered + 1;
     await new Promise((done) => setTimeout(done, 500));
   }
 }

@@ -15,7 +15,7 @@ const LEVELS = { type: "combo", options: ["quiet", "normal", "debug"], defaultVa
 const SWITCH = { type: "boolean", defaultValue: false };
 const GROUPS = { Cache: "Graph cache", Store: "Saved graphs" };
 
-/** of: the server's name. The page takes tooltips, and other languages, from locales/LANGUAGE/settings.json. */
+/** of: the server's name. The page takes texts from locales/LANGUAGE/settings.json, a tooltip where one is here. */
 export const SETTINGS = [
   { id: "Accel.Models.WeightsInPlace", of: "weights_in_place", name: "Keep accelerated models fully on the GPU", ...SWITCH },
   { id: "Accel.Log.Verbosity", of: "verbosity", name: "Log level", ...LEVELS },
@@ -25,7 +25,7 @@ export const SETTINGS = [
 ].map((setting) => {
   const [accel, group, name] = setting.id.split(".");
   const onChange = (value, old) => changed(setting, value, old);
-  return { ...setting, category: [accel, GROUPS[group] ?? group, name], onChange };
+  return { ...setting, tooltip: setting.name, category: [accel, GROUPS[group] ?? group, name], onChange };
 });
 
 let isReady = false;
@@ -33,16 +33,13 @@ let truth = {};
 let wanted = {};
 let timer = null;
 
+const read = async () => take((await server.fetchState(0)).data?.settings);
+
 /** Show the server's values; once, when the page is set up. A server without settings changes nothing. */
 export async function startSettings() {
-  const answer = await server.fetchState(0);
-  if (server.isFine(answer) && answer.data?.settings) await take(answer.data.settings);
+  await read();
   isReady = true;
-  feed.onMessage(async ({ event }) => {
-    if (event !== "cache_changed" || timer !== null) return;
-    const { data } = await server.fetchState(0);
-    if (data?.settings) await take(data.settings);
-  });
+  feed.onMessage(({ event }) => event === "cache_changed" && timer === null && read());
 }
 
 async function take(values) {
@@ -69,10 +66,7 @@ async function send() {
   const asked = wanted;
   wanted = {};
   const answer = await server.change(asked);
-  if (server.isFine(answer)) {
-    await take({ ...asked, ...(answer.data?.settings ?? {}) });
-    return;
-  }
+  if (server.isFine(answer)) return take({ ...asked, ...answer.data?.settings });
   await loadTexts();
   toastFailure("settingRefused", answer);
   await take(truth);

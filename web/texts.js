@@ -66,7 +66,7 @@ export const lineText = (reasons) => reasons.map(reasonText).join(" · ");
 
 function sentence(part, key) {
   const wanted = language();
-  const tried = [wanted, wanted.split("-")[0], FALLBACK];
+  const tried = [wanted, wanted.split(/[-_]/)[0], FALLBACK];
   return tried.map((name) => languages[name]?.[part]?.[key]).find((text) => typeof text === "string");
 }
 

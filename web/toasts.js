@@ -52,12 +52,8 @@ async function tellWaiting() {
   await loadTexts();
   const now = waiting;
   waiting = [];
-  const ofAll = now.find((fallback) => fallback.of_all);
-  if (ofAll) {
-    toast("warn", t("nothingCompiledToast"), t("nothingCompiledDetail", { reason: clause(ofAll) }));
-  } else if (now.length > 1) {
-    toast("warn", t("fallbackToast"), t("fallbackManyDetail", { number: count(now.length) }));
-  } else {
-    toast("warn", t("fallbackToast"), t("fallbackDetail", { block: now[0].block, reason: clause(now[0]) }));
-  }
+  const told = now.find((fallback) => fallback.of_all) ?? now[0];
+  const detail = told.of_all ? "nothingCompiledDetail" : now.length > 1 ? "fallbackManyDetail" : "fallbackDetail";
+  const values = { number: count(now.length), block: told.block, reason: clause(told) };
+  toast("warn", t(told.of_all ? "nothingCompiledToast" : "fallbackToast"), t(detail, values));
 }

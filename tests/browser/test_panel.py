@@ -180,6 +180,10 @@ def test_settings_show_the_server_s_values_and_change_them(page, server):
     shown = "name => window.app.extensionManager.setting.get(name)"
     before = server_state(server)["settings"]
     assert {name: page.evaluate(shown, name) for name in ids} == {name: before[key] for name, key in ids.items()}
+    page.evaluate("window.app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+    page.get_by_placeholder("Search Settings").fill("Memory limit (MB)")
+    page.get_by_text("Memory limit (MB)").locator("i").hover()
+    page.get_by_text("How much memory compiled graphs may take.").wait_for()
     try:
         with page.expect_response("**/accel/settings") as answered:
             page.evaluate(SET, ["Accel.Cache.MaxMB", 512])
@@ -187,7 +191,6 @@ def test_settings_show_the_server_s_values_and_change_them(page, server):
         assert server_state(server)["graph_cache"]["max_bytes"] == 512 << 20
         ask(server, "/accel/settings", {"max_entries": 77})  # by somebody else
         page.wait_for_function(f"({shown})('Accel.Cache.MaxEntries') === 77")
-        # Refused: said, and the server's value is shown again.
         with page.expect_response("**/accel/settings"):
             page.evaluate(SET, ["Accel.Cache.MaxMB", -5])
         page.wait_for_function(f"({shown})('Accel.Cache.MaxMB') === 512")

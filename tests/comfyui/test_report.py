@@ -195,6 +195,7 @@ def test_figures_of_an_earlier_workflow_bring_no_advice(unet, monkeypatch):
     assert "Nothing in this workflow speeds the model up" in of_another and "choose" not in of_another.lower()
     assert "Choose the backend inductor." in of_ours and of_ours.count("traced but uncompiled (backend eager)") == 1
     assert of_ours.count("SageAttention is installed and not in use") == 1 and "Sage" not in of_another
+    assert report._choose_changes(records.last(), (), None)[0][0] == "Nothing.", "a hint is never the first"
 
 
 @pytest.mark.parametrize(("difference", "said"), [(0.1, "20.0 dB"), (0.01, "40.0 dB"), (0.0, "equal")])

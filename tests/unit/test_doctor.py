@@ -159,7 +159,7 @@ def test_attention_that_could_be_faster_is_hinted_at_once_where_nobody_has_chose
 
 
 def test_fewer_bits_are_hinted_at_where_the_card_has_them_and_the_weights_do_not(hinted):
-    whole, quantised = (torch.bfloat16, torch.Tensor), (torch.bfloat16, type("Packed", (torch.Tensor,), {}))
+    whole, packed = (torch.bfloat16, torch.Tensor), (torch.bfloat16, type("Packed", (torch.Tensor,), {}))
     said = [hinted(at, loaded=[whole]).get("Fewer bits") for at in ((8, 6), (8, 9), (9, 0), (12, 0))]
     assert said == [None, "bits_fp8", "bits_fp8", "bits_fp4"]
-    assert "Fewer bits" not in hinted(loaded=[quantised, (torch.float8_e4m3fn, torch.Tensor)])
+    assert "Fewer bits" not in hinted(loaded=[packed, (torch.float8_e4m3fn, torch.Tensor), (torch.float, torch.Tensor)])

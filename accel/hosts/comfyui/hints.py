@@ -37,11 +37,11 @@ def find_hints() -> Iterator[tuple[str, Reason]]:
 
 
 def _find_large_model() -> str | None:
-    """The class of a loaded model with large weights, all of 16 bits or more; None without one."""
+    """The class of a loaded model with large weights, all of 16 bits; None without one."""
     for entry in list(getattr(sys.modules.get("comfy.model_management"), "current_loaded_models", ())):
         network = getattr(getattr(entry.model, "model", None), "diffusion_model", None)
         weights = list(network.parameters()) if isinstance(network, torch.nn.Module) else []
-        is_whole = all(type(weight) in PLAIN_TENSORS and weight.element_size() > 1 for weight in weights)
+        is_whole = all(type(weight) in PLAIN_TENSORS and weight.element_size() == 2 for weight in weights)
         if is_whole and sum(weight.nbytes for weight in weights) >= LARGE:
             return type(network).__name__
     return None

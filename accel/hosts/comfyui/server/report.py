@@ -31,8 +31,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
     run, cache = records.last(), cache_fact(shared.statistics(), shared.store and shared.store.statistics())
     of_run = [Fact("No image was made with an accelerated model yet.")] if run is None else facts_of(run)
     head, facts = [*of_run[:2], *_compare_images(image, reference)], [*of_run[2:], cache]
-    changes, others = _choose_changes(run, facts, prompt)
-    first, *then = changes or ["Nothing."]
+    (first, *then), others = _choose_changes(run, facts, prompt)
     paragraphs = [
         ["Accel Report"],
         [fact.sentence for fact in head],
@@ -44,7 +43,7 @@ def write_report(image: torch.Tensor | None = None, reference: torch.Tensor | No
 
 
 def _choose_changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tuple[list[str], list[Fact]]:
-    """What to change, what stops everything first; and the facts without advice."""
+    """What to change, what stops everything first and hints last, never empty; and the facts without advice."""
     elsewhere = _why_not_of_this_workflow(run, prompt)
     if elsewhere is not None:
         return [elsewhere], list(facts)
@@ -52,7 +51,8 @@ def _choose_changes(run: Run | None, facts: Sequence[Fact], prompt: Any) -> tupl
     changes.sort(key=lambda fact: getattr(fact.why, "code", None) not in OF_THE_MACHINE)
     sampler = None if run is None else run.sampler
     hints = [f"{hint['reason']}." for hint in panel.describe(find_hints)]
-    return [*(add_advice(fact, sampler) for fact in changes), *hints], [fact for fact in facts if fact not in changes]
+    first = [add_advice(fact, sampler) for fact in changes] or ["Nothing."]
+    return [*first, *hints], [fact for fact in facts if fact not in changes]
 
 
 def _why_not_of_this_workflow(run: Run | None, prompt: Any) -> str | None:
