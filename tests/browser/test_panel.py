@@ -184,6 +184,9 @@ def test_settings_show_the_server_s_values_and_change_them(page, server):
     page.get_by_placeholder("Search Settings").fill("Memory limit (MB)")
     page.get_by_text("Memory limit (MB)").locator("i").hover()
     page.get_by_text("How much memory compiled graphs may take.").wait_for()
+    page.locator(".p-dialog-mask").wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".p-dialog-mask").wait_for(state="detached")
     try:
         with page.expect_response("**/accel/settings") as answered:
             page.evaluate(SET, ["Accel.Cache.MaxMB", 512])
