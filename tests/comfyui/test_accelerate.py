@@ -78,7 +78,7 @@ def test_block_that_nobody_tried_to_compile_is_counted_named_in_the_log_and_in_t
     assert run.totals.eager_calls == sum(run.fallbacks.values()) == 3
     said = "another extension has replaced its forward"
     assert "ResBlock" in caplog.text and caplog.text.count(said) == 1
-    assert str(line_of(run, None)[-1]) == f"{3 / (3 + run.totals.compiled_calls):.0%} uncompiled: {said}"
+    assert str(line_of(run, None)[-1]) == f"{3 / (3 + run.totals.compiled_calls):.0%} of the calls uncompiled: {said}"
 
 
 def test_stop_with_the_reason_raises_instead(small_unet, sample):

@@ -8,6 +8,7 @@ from string import Formatter
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.sentences import SENTENCES
 from comfy_accel.accel.hosts.comfyui import words  # noqa: F401 it has the sentences in the host's own terms
+from comfy_accel.accel.report.run import Run
 from kit.engine_imports import ENGINE
 
 
@@ -30,7 +31,9 @@ def made() -> list[tuple[str, set[str], str]]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Reason":
                 (code,) = node.args
                 where = f"{file.relative_to(ENGINE)}:{node.lineno}"
-                found.append((ast.literal_eval(code), {keyword.arg for keyword in node.keywords}, where))
+                paid = [*Run().paid, *Run(is_beside=True).paid]  # each with a reason of its own
+                codes = paid if isinstance(code, ast.Name) else [ast.literal_eval(code)]
+                found += [(code, {keyword.arg for keyword in node.keywords}, where) for code in codes]
     return found
 
 
