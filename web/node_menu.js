@@ -35,18 +35,17 @@ function isSpedUp(graph, { origin_id: id }) {
 
 /** Put Speed Up in these links; those of one output share it. */
 function speedUp(graph, links) {
-  const made = new Map();
+  const made = {};
   graph.beforeChange();
   for (const { origin_id: from, origin_slot: output, target_id: to, target_slot: input } of links) {
     const [origin, target, key] = [graph.getNodeById(from), graph.getNodeById(to), `${from} ${output}`];
-    if (!made.has(key)) {
-      const node = window.LiteGraph.createNode("AccelSpeedUp");
+    if (!made[key]) {
+      const node = (made[key] = window.LiteGraph.createNode("AccelSpeedUp"));
       node.pos = [target.pos[0] - node.size[0] - 40, target.pos[1] - node.size[1] - 60];
       graph.add(node);
       origin.connect(output, node, node.findInputSlot("model"));
-      made.set(key, node);
     }
-    made.get(key).connect(0, target, input);
+    made[key].connect(0, target, input);
   }
   graph.afterChange();
 }

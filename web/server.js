@@ -40,6 +40,7 @@ export const fetchState = (rows) => ask(`/accel/state?rows=${rows}`, { cache: "n
 export const evict = (id) => post("/accel/evict", { id });
 export const clear = () => post("/accel/clear");
 export const change = (settings) => post("/accel/settings", settings);
+
 /** Where ComfyUI-Manager answers, which can restart ComfyUI; null where there is none. */
 export async function findManager() {
   for (const path of ["/v2/manager", "/manager"]) if (isFine(await ask(`${path}/version`))) return path;

@@ -445,13 +445,24 @@ def _set_trace_options(dynamic: bool, oblivious: bool, watched: frozenset[str] |
 
 
 @contextmanager
-def _norms_in_one_step():
+def _replace_item(table: dict, key: Any, value: Any) -> Iterator[None]:
+    """A context in which one of torch's tables has another item, or one more."""
+    before = table.get(key)
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = before
+        if before is None:
+            del table[key]
+
+
+def _norms_in_one_step() -> AbstractContextManager[None]:
     """A context in which torch finds the shape of a group norm's result without its steps: with sizes left open, they
     are a fifth of a UNet's trace."""
     table, norm = torch_internals.DECOMPOSITIONS.get({}), torch.ops.aten.native_group_norm.default
     if (original := table.get(norm)) is None:
-        yield
-        return
+        return nullcontext()
 
     def find_shapes(x, weight, bias, batch, channels, size, groups, eps):
         if x.device.type == "cpu":  # where the result has the input's order in memory
@@ -459,11 +470,7 @@ def _norms_in_one_step():
         torch._check(channels % groups == 0)
         return x.new_empty(x.shape), x.new_empty((batch, groups)), x.new_empty((batch, groups))
 
-    table[norm] = find_shapes
-    try:
-        yield
-    finally:
-        table[norm] = original
+    return _replace_item(table, norm, find_shapes)
 
 
 @contextmanager
@@ -485,22 +492,16 @@ def _repeat_at_any_size():
             del torch.Tensor.repeat_interleave
 
 
-@contextmanager
-def _slices_as_defaults():
+def _slices_as_defaults() -> AbstractContextManager[None]:
     """A context in which torch traces a slice that is the default of a method's argument.
 
     Otherwise it does so for objects from outside a graph alone; LTX 2 makes its time steps inside."""
     tracers, traced = torch_internals.CONSTANT_TRACERS.get({}), torch_internals.TRACED_SLICE.get(None)
     if traced is None or slice in tracers:
-        yield
-        return
+        return nullcontext()
 
     def trace(translator: Any, value: slice) -> Any:
         create = tracers[type(None)]
         return traced([create(translator, part) for part in (value.start, value.stop, value.step)], translator)
 
-    tracers[slice] = trace
-    try:
-        yield
-    finally:
-        del tracers[slice]
+    return _replace_item(tracers, slice, trace)

@@ -79,9 +79,8 @@ class WholeCalls:
 
     def end(self) -> int:
         """How many calls of blocks had no stand-in, noted with their reasons; emits what CUDA graphs would give."""
-        timed = [(calls * known.times.wall, known.times.spared) for known, calls in self._met.items()]
-        now = sum(seconds for seconds, by in timed if by)
-        spared = sum(seconds / by for seconds, by in timed if by)
+        timed = [(calls * known.times.wall, by) for known, calls in self._met.items() if (by := known.times.spared)]
+        now, spared = sum(seconds for seconds, _ in timed), sum(seconds / by for seconds, by in timed)
         if self.unspared is not None and now >= WORTH_IT * spared > 0:
             emit("graphs_would_give", times=now / spared)
         for (known, is_bare, _), used in self._made.items():

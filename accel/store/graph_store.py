@@ -144,7 +144,7 @@ class GraphStore:
                 saved = Saved(self, found, Facts(**facts), interrupts)
             except BadEntry as error:
                 reason = strip_frames(error)
-            except (AttributeError, TypeError):  # its checksum is right, but not this engine's are its fields
+            except (AttributeError, TypeError):  # under a right checksum, fields of another engine
                 reason = BadEntry("its manifest is damaged")
             except OSError as error:
                 pass_on(error, interrupts)

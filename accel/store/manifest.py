@@ -65,8 +65,9 @@ def describe(key: str, name: str, environment: dict[str, str], facts: dict[str, 
 
 
 def write(folder: Folder, manifest: Manifest, data: bytes) -> None:
-    """Save a graph. Raises OSError: the file cannot be written."""
-    folder.write(manifest.stem + GRAPH, manifest.line() + data)
+    """Save a graph. Raises OSError: the file cannot be written. BadEntry: its first line could not be read again."""
+    _parse((line := manifest.line())[:LARGEST_MANIFEST])
+    folder.write(manifest.stem + GRAPH, line + data)
 
 
 def read(folder: Folder, stem: str) -> Manifest:

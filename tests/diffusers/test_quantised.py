@@ -29,7 +29,7 @@ def stand_in(layer):
 
 
 def nf4(layer):
-    nn4 = pytest.importorskip("bitsandbytes").nn
+    nn4 = pytest.importorskip("bitsandbytes", reason="an optional package of diffusers").nn
     made = nn4.Linear4bit(*_sizes(layer), compute_dtype=torch.float32, quant_type="nf4")
     made.weight = nn4.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=made)
     made.bias = layer.bias
@@ -38,7 +38,7 @@ def nf4(layer):
 
 
 def llm_int8(layer):
-    nn8 = pytest.importorskip("bitsandbytes").nn
+    nn8 = pytest.importorskip("bitsandbytes", reason="an optional package of diffusers").nn
     made = nn8.Linear8bitLt(*_sizes(layer), has_fp16_weights=False)
     made.weight = nn8.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     made.bias = layer.bias
@@ -46,7 +46,7 @@ def llm_int8(layer):
 
 
 def gguf_q8_0(layer):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason="an optional package of diffusers")
     from diffusers.quantizers.gguf import utils
 
     if layer.in_features % 32:
@@ -64,7 +64,7 @@ def _sizes(layer):
 
 def torchao(config):
     def make(layer):
-        ao = pytest.importorskip("torchao.quantization")
+        ao = pytest.importorskip("torchao.quantization", reason="an optional package of diffusers")
         ao.quantize_(layer, getattr(ao, config)())
         return layer
 

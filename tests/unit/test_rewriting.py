@@ -10,7 +10,7 @@ from kit.interpreted import interpreted, kernels
 from torch import nn
 from torch.nn import functional
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="torch has no Triton on this system")
 
 KERNELS = Path(rewriting.__file__).parent / "group_norm.py"
 

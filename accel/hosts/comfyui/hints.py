@@ -13,8 +13,7 @@ from ...signature.tensors import PLAIN_TENSORS
 from . import attention
 
 LARGE = 4 << 30  # bytes of weights; smaller models are seldom offered in fewer bits
-_OF_TORCH = {"attention_pytorch", "attention_split", "attention_sub_quad", "attention_basic"}
-"""Core's own functions, which it takes where it was not told otherwise."""
+_OF_TORCH = {"attention_pytorch", "attention_split", "attention_sub_quad", "attention_basic"}  # core's own choice
 
 
 def find_hints() -> Iterator[tuple[str, Reason]]:
